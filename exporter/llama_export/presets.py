@@ -1,0 +1,83 @@
+"""Models known by a short name: repository, pinned revision, files, defaults and prompts.
+
+Each preset is one JSON file in `preset_data`; this module only reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from llama_artifacts.errors import CheckpointError
+from llama_artifacts.strict_json import parse_object
+
+DATA = "preset_data"
+SUFFIX = ".json"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One known model.
+
+    Attributes:
+        name: what a user types.
+        repository: `owner/name` on the hub.
+        revision: the pinned commit.
+        files: the weight files of that commit.
+        dtype: the dtype to build with.
+        max_seq: the capacity to build with.
+        num_parameters: a tied head counts once.
+        config: what the repository's config.json says of the architecture.
+        plain_prompts: to be continued as they stand.
+        chat_prompts: questions of a user; empty for a model that does not chat.
+    """
+
+    name: str
+    repository: str
+    revision: str
+    files: tuple[str, ...]
+    dtype: str
+    max_seq: int
+    num_parameters: int
+    config: dict[str, Any]
+    plain_prompts: tuple[str, ...]
+    chat_prompts: tuple[str, ...]
+
+
+def names() -> tuple[str, ...]:
+    """Every preset's name, sorted."""
+    return tuple(_all())
+
+
+def find(name: str) -> Preset | None:
+    """The preset of that name, or None."""
+    return _all().get(name)
+
+
+@cache
+def _all() -> dict[str, Preset]:
+    folder = resources.files("llama_export").joinpath(DATA)
+    files = sorted(
+        (entry for entry in folder.iterdir() if entry.name.endswith(SUFFIX)),
+        key=lambda entry: entry.name,
+    )
+    return {file.name.removesuffix(SUFFIX): _preset(file.name, file.read_bytes()) for file in files}
+
+
+def _preset(file: str, data: bytes) -> Preset:
+    values = parse_object(data, where=f"{DATA}/{file}", error=CheckpointError)
+    prompts = values["prompts"]
+    return Preset(
+        name=file.removesuffix(SUFFIX),
+        repository=values["repository"],
+        revision=values["revision"],
+        files=tuple(values["files"]),
+        dtype=values["defaults"]["dtype"],
+        max_seq=values["defaults"]["max_seq"],
+        num_parameters=values["num_parameters"],
+        config=values["config"],
+        plain_prompts=tuple(prompts["plain"]),
+        chat_prompts=tuple(prompts["chat"]),
+    )
