@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from llama_artifacts.manifest import Source
 from llama_export.checkpoint.config import LlamaConfig
 
 if TYPE_CHECKING:
@@ -18,19 +19,6 @@ class TensorInfo:
 
     dtype: str
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a checkpoint came from; goes into the manifest, so no path of this machine.
-
-    `kind` is `folder`, `gguf` or `hub`; `name` is a file or folder name without its parents, or
-    the hub's `owner/name`; `revision` is the hub commit, else None.
-    """
-
-    kind: str
-    name: str
-    revision: str | None = None
 
 
 class Checkpoint(Protocol):

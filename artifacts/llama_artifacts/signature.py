@@ -1,0 +1,203 @@
+"""How a program is called: tensors, states and dimensions, and the check of a call against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llama_artifacts.dtypes import from_name
+from llama_artifacts.errors import InputError
+
+Shape = tuple[int | str, ...]
+"""A size per axis: a number, or the name of a dynamic dimension."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dynamic dimension; a call may choose any size from `min` to `max`, both included."""
+
+    name: str
+    min: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"expected an identifier as a dimension's name, got `{self.name}`")
+        if not 1 <= self.min <= self.max:
+            raise ValueError(
+                f"expected 1 <= min <= max for `{self.name}`, got {self.min}, {self.max}"
+            )
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The values an integer input may hold.
+
+    With `span`, the name of a dimension, value + size - 1 must not exceed `max` either: the input
+    is the first of so many positions.
+    """
+
+    min: int
+    max: int
+    span: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.max:
+            raise ValueError(f"expected 0 <= min <= max, got {self.min}, {self.max}")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    values: Bounds | None = None
+
+    def __post_init__(self) -> None:
+        _check_spec(self.name, self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor that a program reads and writes in place; zeros when new."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_spec(self.name, self.dtype, self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the state in bytes."""
+        total = from_name(self.dtype).num_bytes
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The whole interface of a program.
+
+    The flat order of a call is inputs, then states, each in the order given here; the flat order
+    of the results is that of `outputs`.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    states: tuple[StateSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dims: tuple[Dim, ...]
+
+    def __post_init__(self) -> None:
+        called = [spec.name for spec in self.inputs] + [spec.name for spec in self.states]
+        for kind, names in (
+            ("input or state", called),
+            ("output", [spec.name for spec in self.outputs]),
+            ("dimension", [dim.name for dim in self.dims]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"expected distinct {kind} names, got {', '.join(names)}")
+        if not self.outputs:
+            raise ValueError("expected at least one output")
+        known = {dim.name for dim in self.dims}
+        for spec in (*self.inputs, *self.outputs):
+            for size in spec.shape:
+                if isinstance(size, str) and size not in known:
+                    raise ValueError(f"`{spec.name}` has the undeclared dimension `{size}`")
+            if spec.values and spec.values.span and spec.values.span not in known:
+                raise ValueError(f"`{spec.name}` has the undeclared dimension `{spec.values.span}`")
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of one set of states in bytes."""
+        return sum(spec.num_bytes for spec in self.states)
+
+    def dim(self, name: str) -> Dim:
+        """The dynamic dimension of that name."""
+        return next(dim for dim in self.dims if dim.name == name)
+
+    def bind(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """The size of each dimension in a call with inputs of these shapes.
+
+        Raises:
+            InputError: an input is missing or unknown, has another rank or size than declared, or
+                a dimension is out of its range or has two sizes.
+        """
+        _check_names([spec.name for spec in self.inputs], list(shapes))
+        sizes: dict[str, int] = {}
+        for spec in self.inputs:
+            self._bind_one(spec, shapes[spec.name], sizes)
+        return sizes
+
+    def _bind_one(self, spec: TensorSpec, shape: Sequence[int], sizes: dict[str, int]) -> None:
+        if len(shape) != len(spec.shape):
+            raise InputError(
+                f"expected shape {show(spec.shape)}, got {show(shape)}", where=spec.name
+            )
+        for declared, size in zip(spec.shape, shape, strict=True):
+            if isinstance(declared, int):
+                if declared != size:
+                    message = f"expected shape {show(spec.shape)}, got {show(shape)}"
+                    raise InputError(message, where=spec.name)
+            elif sizes.setdefault(declared, size) != size:
+                message = f"expected {declared} = {sizes[declared]} as in other inputs, got {size}"
+                raise InputError(message, where=spec.name)
+            else:
+                dim = self.dim(declared)
+                if not dim.min <= size <= dim.max:
+                    message = f"expected {dim.name} from {dim.min} to {dim.max}, got {size}"
+                    raise InputError(message, where=spec.name)
+
+
+def check_values(spec: TensorSpec, smallest: int, largest: int, sizes: Mapping[str, int]) -> None:
+    """Refuses integer inputs that are out of their bounds, such as a position past the capacity.
+
+    Raises:
+        InputError: a value is too small or too large.
+    """
+    bounds = spec.values
+    if bounds is None:
+        return
+    if smallest < bounds.min:
+        raise InputError(f"expected at least {bounds.min}, got {smallest}", where=spec.name)
+    if bounds.span is None:
+        if largest > bounds.max:
+            raise InputError(f"expected at most {bounds.max}, got {largest}", where=spec.name)
+    elif largest + sizes[bounds.span] - 1 > bounds.max:
+        raise InputError(
+            f"expected {spec.name} + {bounds.span} - 1 at most {bounds.max}, "
+            f"got {largest} + {sizes[bounds.span]} - 1",
+            where=spec.name,
+        )
+
+
+def show(shape: Sequence[int | str]) -> str:
+    """A shape as `[2, S]`."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _check_names(expected: list[str], given: list[str]) -> None:
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        raise InputError(
+            f"expected the inputs {', '.join(expected)}; "
+            + "; ".join(
+                f"{kind}: {', '.join(names)}"
+                for kind, names in (("missing", missing), ("unknown", unknown))
+                if names
+            )
+        )
+
+
+def _check_spec(name: str, dtype: str, shape: Shape) -> None:
+    if not name:
+        raise ValueError("expected a name, got an empty string")
+    from_name(dtype)
+    for size in shape:
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"expected sizes of at least 1 in `{name}`, got {show(shape)}")

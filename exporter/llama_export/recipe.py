@@ -1,0 +1,44 @@
+"""What to build: the choices of one build, with every default made explicit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llama_artifacts.manifest import FORMATS, Format
+
+DEFAULT_ENTRIES = ("prefill", "decode")
+DEFAULT_MAX_SEQ = 2048
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The choices of one build.
+
+    Attributes:
+        model: a checkpoint folder, a `.gguf` file, a hub `owner/name[@revision]` or a preset.
+        output: the folder to write; None: the model's short name, in the current folder.
+        entries: which entries to build.
+        formats: in which formats.
+        max_seq: positions of a state, the last of which is scratch; None: the preset's, else
+            the smaller of the model's own limit and 2,048.
+        batch: rows of the `rows` states.
+        dtype: compute dtype `bf16`, `f16` or `f32`; None: the checkpoint's.
+        device: `cpu` or `cuda`.
+        weights: `copy` them into the bundle, or `none`: programs only.
+        isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
+        num_layers: use only so many of the checkpoint's first layers; None: all.
+    """
+
+    model: str
+    output: Path | None = None
+    entries: tuple[str, ...] = DEFAULT_ENTRIES
+    formats: tuple[Format, ...] = FORMATS
+    max_seq: int | None = None
+    batch: int = 1
+    dtype: Literal["bf16", "f16", "f32"] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    weights: Literal["copy", "none"] = "copy"
+    isa: Literal["avx2", "avx512"] | None = None
+    num_layers: int | None = None
