@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of the network, for people and for memory estimates."""
+    """Sizes and switches of the network; `rope` describes the rotary embedding for people."""
 
     vocab_size: int
     hidden_size: int
@@ -62,8 +62,11 @@ class Model:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rms_norm_eps: float
     rope: str
     tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
     num_parameters: int
 
 

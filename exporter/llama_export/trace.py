@@ -1,0 +1,183 @@
+"""An entry becomes an ExportedProgram, on fake tensors: no weight is read or allocated.
+
+What must hold before: a declared signature and the dtype of every stored weight. What holds after:
+the graph takes and gives exactly what was declared, every promised dimension is dynamic over its
+whole range, every state is written, and no constant hides in the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, TensorArgument
+
+from llama_artifacts.dtypes import from_name, from_torch
+from llama_artifacts.errors import BuildError
+from llama_artifacts.signature import Signature, TensorSpec
+from llama_export.checkpoint.config import LlamaConfig
+from llama_export.checkpoint.source import TensorInfo
+from llama_export.entries.registry import EntrySpec
+from llama_export.model.llama import Formulation, Llama
+
+# Example sizes: at least 2, and such that no two sizes of one program are equal by accident.
+_EXAMPLE_SIZES = (3, 5, 7, 11, 13, 2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program to make: which entry, how it is called, and how its mathematics is written."""
+
+    config: LlamaConfig
+    spec: EntrySpec
+    signature: Signature
+    form: Formulation
+    weights: Mapping[str, TensorInfo]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a manifest's dtype name."""
+    dtype = getattr(torch, from_name(name).torch)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
+    """Exports one entry.
+
+    Args:
+        job: what to trace.
+        returns_states: append the written states to the results, for formats that have no
+            mutation (ONNX).
+
+    Raises:
+        BuildError: the graph is not what the signature declares.
+    """
+    sizes = _example_sizes(job.signature)
+    with FakeTensorMode(), torch.no_grad():
+        module = _module(job, returns_states)
+        args, dynamic = _arguments(job.signature, sizes)
+        program = torch.export.export(module, args, dynamic_shapes=dynamic, strict=False)
+    _ensure(program, job)
+    return program
+
+
+def _module(job: Job, returns_states: bool) -> torch.nn.Module:
+    llama = Llama(job.config, job.form)
+    fakes = {
+        name: torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        for name, info in job.weights.items()
+    }
+    llama.load_state_dict(fakes, strict=True, assign=True)
+    llama.requires_grad_(False)
+    entry = getattr(llama, job.spec.name)
+
+    def with_states(*args: Any) -> Any:
+        return entry(*args), [tensor for state in args[-1] for tensor in state]
+
+    # `forward` on the instance, so that parameter names stay those of the checkpoint.
+    llama.forward = with_states if returns_states and job.signature.states else entry
+    return llama
+
+
+def _example_sizes(signature: Signature) -> dict[str, int]:
+    specs = (*signature.inputs, *signature.states, *signature.outputs)
+    taken = {size for spec in specs for size in spec.shape if isinstance(size, int)}
+    sizes: dict[str, int] = {}
+    for dim in signature.dims:
+        fitting = [n for n in _EXAMPLE_SIZES if dim.min <= n <= dim.max]
+        fresh = [n for n in fitting if n not in taken] or fitting
+        if not fresh:
+            raise BuildError(
+                f"dimension {dim.name} has too small a range to be dynamic: {dim.min} to {dim.max}",
+                hint="choose a larger --max-seq",
+            )
+        sizes[dim.name] = fresh[0]
+        taken.add(fresh[0])
+    return sizes
+
+
+def _arguments(signature: Signature, sizes: Mapping[str, int]) -> tuple[Any, Any]:
+    dims = {dim.name: Dim(dim.name, min=dim.min, max=dim.max) for dim in signature.dims}
+    inputs = tuple(_example(spec, sizes) for spec in signature.inputs)
+    dynamic: tuple[Any, ...] = tuple(
+        {axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)} or None
+        for spec in signature.inputs
+    )
+    if not signature.states:
+        return inputs, dynamic
+    flat = [torch.empty(s.shape, dtype=torch_dtype(s.dtype)) for s in signature.states]
+    states = list(zip(flat[::2], flat[1::2], strict=True))
+    return (*inputs, states), (*dynamic, [(None, None)] * len(states))
+
+
+def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+    return torch.zeros(shape, dtype=torch_dtype(spec.dtype))
+
+
+def _ensure(program: ExportedProgram, job: Job) -> None:
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    called = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            called.append(nodes[spec.arg.name])
+        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            _fail(job, f"a constant `{spec.target}` hides in the graph")
+        elif spec.target not in job.weights:
+            _fail(job, f"`{spec.target}` is not a tensor of the checkpoint")
+    declared = (*job.signature.inputs, *job.signature.states)
+    if len(called) != len(declared):
+        _fail(job, f"the graph takes {len(called)} tensors, declared are {len(declared)}")
+    for node, tensor in zip(called, declared, strict=True):
+        _ensure_tensor(program, job, node.meta["val"], tensor.name, tensor.dtype, tensor.shape)
+    for node in called[len(job.signature.inputs) :]:
+        if not any(_is_written(user, node) for user in node.users):
+            _fail(job, f"state `{node.name}` is never written")
+    outputs = [
+        spec.arg for spec in program.graph_signature.output_specs
+        if isinstance(spec.arg, TensorArgument)
+    ]
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    for argument, tensor in zip(outputs, job.signature.outputs, strict=False):
+        _ensure_tensor(
+            program, job, values[argument.name], tensor.name, tensor.dtype, tensor.shape
+        )
+
+
+def _ensure_tensor(
+    program: ExportedProgram, job: Job, value: Any, name: str, dtype: str, shape: Any
+) -> None:
+    actual = from_torch(value.dtype).name
+    if actual != dtype or len(value.shape) != len(shape):
+        _fail(job, f"`{name}` is {actual} {list(value.shape)} in the graph, declared {dtype} {shape}")
+    for declared, size in zip(shape, value.shape, strict=True):
+        if isinstance(declared, int):
+            if not isinstance(size, int) or size != declared:
+                _fail(job, f"`{name}` has size {size} in the graph, declared {declared}")
+            continue
+        dim = job.signature.dim(declared)
+        symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        bounds = program.range_constraints.get(symbol) if symbol is not None else None
+        if bounds is None:
+            _fail(job, f"`{name}`: dimension {declared} is {size} in the graph, not dynamic")
+        elif not (bounds.lower <= max(dim.min, 2) and dim.max <= bounds.upper):
+            _fail(job, f"`{name}`: {declared} is {bounds} in the graph, promised {dim.min} to {dim.max}")
+
+
+def _is_written(user: torch.fx.Node, state: torch.fx.Node) -> bool:
+    schema = getattr(user.target, "_schema", None)
+    if schema is None:
+        return False
+    return any(
+        argument is state and declared.alias_info is not None and declared.alias_info.is_write
+        for argument, declared in zip(user.args, schema.arguments, strict=False)
+    )
+
+
+def _fail(job: Job, message: str) -> None:
+    raise BuildError(f"{job.spec.name}: {message}", hint="this is a fault of llama-export; report it")
