@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,16 @@ from pathlib import Path
 from llama_artifacts import manifest as manifests
 from llama_artifacts.errors import BuildError, IntegrityError
 from llama_artifacts.manifest import File, Manifest
+from llama_artifacts.strict_json import printable
 
 CHUNK_BYTES = 8 * 2**20
+_LOCK_ATTEMPTS = 100
+_FULL = {
+    errno.ENOSPC: "the file system is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would be larger than the file system or a limit allows",
+}
+_HINT = "copy the bundle again, or build it again"
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,13 @@ class Bundle:
 def open_bundle(folder: Path) -> Bundle:
     """Reads the manifest and checks that every listed file is there with its size.
 
+    A listed file may be a symlink to anywhere, as in the hub's cache: what is trusted is its
+    digest, not its place. Files that are not listed are not looked at.
+
     Raises:
+        CompatibilityError: the manifest is of another major version.
         ManifestError: no manifest, or a malformed one.
-        IntegrityError: a file is missing, is not a plain file of the folder, or has another size.
+        IntegrityError: a file is missing, is not a plain file, or has another size.
     """
     bundle = Bundle(folder, manifests.read(folder))
     for name, file in bundle.manifest.files.items():
@@ -49,16 +62,16 @@ def check_digest(bundle: Bundle, name: str) -> None:
     """Hashes one listed file.
 
     Raises:
-        IntegrityError: the digest differs from the manifest's.
+        IntegrityError: the digest differs from the manifest's, or the file cannot be read.
     """
-    expected = bundle.manifest.files[name].sha256
-    actual = sha256(bundle.path(name))
+    path, expected = bundle.path(name), bundle.manifest.files[name].sha256
+    try:
+        actual = sha256(path)
+    except OSError as cause:
+        raise IntegrityError(f"cannot be read: {cause.strerror}", where=path, hint=_HINT) from cause
     if actual != expected:
-        raise IntegrityError(
-            f"damaged: sha256 {actual[:12]}..., expected {expected[:12]}...",
-            where=bundle.path(name),
-            hint="copy the bundle again, or build it again",
-        )
+        message = f"damaged: sha256 {actual[:12]}..., expected {expected[:12]}..."
+        raise IntegrityError(message, where=path, hint=_HINT)
 
 
 def sha256(path: Path) -> str:
@@ -79,30 +92,32 @@ def describe(path: Path) -> File:
 def staging(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place when the block ends well.
 
-    The folder is removed when the block fails. Everything in it is synced before the rename, so a
-    crash leaves either no bundle or a whole one. A lock file beside the target keeps a second
-    writer out and vanishes with its owner.
+    The folder is removed when the block fails, also by an interrupt; what a killed process left
+    behind, the next build of the same target removes. Everything is synced before the rename, so
+    a crash leaves either no bundle or a whole one. A locked file beside the target keeps a second
+    writer out until this one ends or dies. Parents of the target that were made stay.
 
     Raises:
-        BuildError: the target exists, its parent cannot be written, or another build holds it.
+        BuildError: the target exists, it cannot be written, the file system is full, or another
+            build holds it. Errors of the block that have nothing to do with it pass unchanged.
     """
-    if target.exists() or target.is_symlink():
-        raise BuildError(
-            "the output exists", where=target, hint="remove it, or choose another with -o"
-        )
     with _os_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_existing(target)
+        _make_parents(target)
     with _lock(target):
         folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
         try:
             with _os_errors(target):
-                for left_over in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-                    shutil.rmtree(left_over, ignore_errors=True)
+                _refuse_existing(target)  # another build may just have ended
+                _remove_left_overs(target)
                 folder.mkdir()
+            with _os_errors(target, within=folder):
                 yield folder
+            with _os_errors(target):
                 _sync(folder)
+                _refuse_existing(target)
                 folder.rename(target)
-                _sync_folder(target.parent)
+                _fsync(target.parent)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -115,9 +130,10 @@ def check_space(target: Path, needed_bytes: int) -> None:
         BuildError: fewer bytes are free where `target` will be than are needed.
     """
     folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    with _os_errors(target):
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise BuildError(
             f"needs {needed_bytes:,} bytes, {folder} has {free:,} free",
@@ -126,65 +142,123 @@ def check_space(target: Path, needed_bytes: int) -> None:
         )
 
 
+def _refuse_existing(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        hint = "remove it, or choose another with -o"
+        raise BuildError("the output exists", where=target, hint=hint)
+
+
+def _make_parents(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as cause:
+        message = "cannot be written: a parent is not a folder"
+        raise BuildError(message, where=target, hint="choose another folder with -o") from cause
+
+
+def _remove_left_overs(target: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-[0-9]+")
+    for path in target.parent.iterdir():
+        if pattern.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
     path = target.with_name(f".{target.name}.lock")
-    with _os_errors(target), path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            file.seek(0)
-            owner = file.read(200).strip() or "unknown"
-            raise BuildError(
-                f"another build (process {owner}) is writing it",
-                where=target,
-                hint="wait for it, or choose another folder with -o",
-            ) from cause
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    with _os_errors(target):
+        descriptor = _open_locked(path, target)
+    try:
+        with _os_errors(target):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if _is_open_as(descriptor, path):
+                path.unlink()  # while it is locked: nobody can hold it yet
+        os.close(descriptor)
+
+
+def _open_locked(path: Path, target: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    for _ in range(_LOCK_ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, flags, 0o644)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as cause:
+                owner = os.pread(descriptor, 20, 0).decode("ascii", "replace")
+                raise _busy(target, printable(owner) or "unknown") from cause
+            if _is_open_as(descriptor, path):
+                stack.pop_all()
+                return descriptor
+            # Its last owner removed it after it was opened here: take the new one.
+    raise _busy(target, "unknown")
+
+
+def _busy(target: Path, owner: str) -> BuildError:
+    return BuildError(
+        f"another build (process {owner}) is writing it",
+        where=target,
+        hint="wait for it, or choose another folder with -o",
+    )
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
-def _os_errors(target: Path) -> Iterator[None]:
+def _os_errors(target: Path, *, within: Path | None = None) -> Iterator[None]:
+    """Turns OSError into BuildError; with `within`, only of files there and of a full disk."""
     try:
         yield
     except OSError as cause:
-        if cause.errno == errno.ENOSPC:
-            message, hint = "the file system is full", "free some space, or choose another folder"
-        else:
+        path = Path(cause.filename).absolute() if isinstance(cause.filename, str) else None
+        inside = None
+        if within is not None and path is not None and path.is_relative_to(within.absolute()):
+            inside = path.relative_to(within.absolute())
+        if cause.errno in _FULL:
+            message, hint = _FULL[cause.errno], "free some space, or choose another folder with -o"
+        elif within is None or inside is not None:
             message = f"cannot be written: {cause.strerror or cause}"
             hint = "choose a folder that can be written with -o"
-        raise BuildError(message, where=cause.filename or target, hint=hint) from cause
+        else:
+            raise
+        where = cause.filename or target if inside is None else target / inside
+        raise BuildError(message, where=where, hint=hint) from cause
 
 
 def _check_size(path: Path, file: File) -> None:
-    hint = "copy the bundle again, or build it again"
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except OSError as cause:
-        raise IntegrityError(f"missing: {cause.strerror}", where=path, hint=hint) from cause
-    if not path.is_file():
-        raise IntegrityError("expected a plain file", where=path, hint=hint)
-    if size != file.bytes:
-        raise IntegrityError(
-            f"damaged: {size:,} bytes, expected {file.bytes:,}", where=path, hint=hint
-        )
+        reason = "dangling symlink" if path.is_symlink() else cause.strerror
+        raise IntegrityError(f"missing: {reason}", where=path, hint=_HINT) from cause
+    if not stat.S_ISREG(status.st_mode):
+        raise IntegrityError("expected a plain file", where=path, hint=_HINT)
+    if status.st_size != file.bytes:
+        message = f"damaged: {status.st_size:,} bytes, expected {file.bytes:,}"
+        raise IntegrityError(message, where=path, hint=_HINT)
 
 
 def _sync(folder: Path) -> None:
     for path in folder.iterdir():
-        _sync_folder(path)
-    _sync_folder(folder)
+        _fsync(path)
+    _fsync(folder)
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno not in (errno.EINVAL, errno.ENOTSUP):  # not offered for folders everywhere
+            raise
     finally:
         os.close(descriptor)

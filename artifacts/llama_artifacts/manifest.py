@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from llama_artifacts.codec import decode, encode
+from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CompatibilityError, ManifestError
 from llama_artifacts.signature import Signature
-from llama_artifacts.strict_json import parse_object, shown
+from llama_artifacts.strict_json import json_type, parse_object, shown
 
 FILE_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.safetensors"
+TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 MAX_MANIFEST_BYTES = 64 * 2**20
 
@@ -22,6 +27,9 @@ Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._<>+=,-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SCHEMA = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
+_HINT = "point at the folder that `llama-export build` wrote"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,11 @@ class Model:
     mlp_bias: bool
     num_parameters: int
 
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if type(size) is int and size < 1:
+                raise ValueError(f"expected `{name}` of at least 1, got {size}")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -112,6 +125,9 @@ class Program:
     signature: Signature
     constants: tuple[str, ...]
     requires: dict[str, str]
+
+    def __post_init__(self) -> None:
+        from_name(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -159,16 +175,28 @@ class Manifest:
     files: dict[str, File]
 
     def __post_init__(self) -> None:
+        from_name(self.dtype)
+        for name, size in (("max_seq", self.max_seq), ("batch", self.batch)):
+            if size < 1:
+                raise ValueError(f"expected `{name}` of at least 1, got {size}")
+        if min(self.stop_tokens, default=0) < 0:
+            raise ValueError(f"expected stop tokens of at least 0, got {min(self.stop_tokens)}")
+        self._check_files()
+
+    def _check_files(self) -> None:
         for name in self.files:
             if not _FILE_NAME.fullmatch(name) or name == FILE_NAME:
                 raise ValueError(f"expected a plain file name in `files`, got {shown(name)}")
         for program in self.programs:
             if program.file not in self.files:
                 raise ValueError(f"program file {shown(program.file)} is not listed in `files`")
-        if self.weights == "copy" and WEIGHTS_NAME not in self.files:
-            raise ValueError(f"`{WEIGHTS_NAME}` is not listed in `files`")
-        if self.tokenizer and "tokenizer.json" not in self.files:
-            raise ValueError("`tokenizer.json` is not listed in `files`")
+        for is_needed, name in (
+            (self.weights == "copy", WEIGHTS_NAME),
+            (self.tokenizer is not None, TOKENIZER_NAME),
+            (self.has_chat_template, CHAT_TEMPLATE_NAME),
+        ):
+            if is_needed and name not in self.files:
+                raise ValueError(f"`{name}` is not listed in `files`")
 
     def entries(self) -> tuple[str, ...]:
         """Names of the entries, each once, in the order of the programs."""
@@ -176,50 +204,76 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Canonical JSON: two spaces, sorted keys, UTF-8, a newline at the end."""
-    text = json.dumps(encode(manifest), indent=2, sort_keys=True, ensure_ascii=False)
-    return (text + "\n").encode()
+    """Canonical JSON: two spaces, sorted keys, UTF-8, a newline at the end.
+
+    Raises:
+        ManifestError: a value could not be read back, such as a figure that is not finite.
+    """
+    value = encode(manifest)
+    decode(Manifest, value, where=FILE_NAME)
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def from_json(data: bytes, *, where: object) -> Manifest:
     """A manifest from its bytes, checked in full.
+
+    Unknown keys are refused, except in a newer minor version of the format: there they are
+    ignored with a warning in the log.
 
     Raises:
         CompatibilityError: written by another major version of the format.
         ManifestError: anything else that breaks the format, with the key path.
     """
     value = parse_object(data, where=where, error=ManifestError)
-    _check_schema(value, where)
-    return decode(Manifest, value, where=str(where))
+    if not _is_newer(value.get("schema"), where):
+        return decode(Manifest, value, where=str(where))
+    ignored: list[str] = []
+    manifest = decode(Manifest, value, where=str(where), ignored=ignored)
+    _log.warning(
+        "%s: bundle format %s is newer than %d.%d; ignored keys: %s",
+        *(where, manifest.schema, SCHEMA_MAJOR, SCHEMA_MINOR, ", ".join(ignored) or "none"),
+    )
+    return manifest
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a bundle's folder.
 
     Raises:
+        CompatibilityError: it was written by another major version of the format.
         ManifestError: there is none, it is too large, or it breaks the format.
     """
     path = folder / FILE_NAME
-    hint = "point at the folder that `llama-export build` wrote"
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ManifestError(f"expected at most {MAX_MANIFEST_BYTES} bytes", where=path)
-        data = path.read_bytes()
-    except FileNotFoundError as cause:
-        found = "a folder without it" if folder.is_dir() else "no such folder"
+        data = _read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError) as cause:
+        if folder.is_dir():
+            found = "a folder without it"
+        else:
+            found = "a file" if folder.exists() else "no such folder"
         raise ManifestError(
-            f"expected a `{FILE_NAME}`, found {found}", where=folder, hint=hint
+            f"expected a `{FILE_NAME}`, found {found}", where=folder, hint=_HINT
         ) from cause
     except OSError as cause:
-        raise ManifestError(f"cannot be read: {cause.strerror}", where=path, hint=hint) from cause
+        raise ManifestError(f"cannot be read: {cause.strerror}", where=path, hint=_HINT) from cause
     return from_json(data, where=path)
 
 
-def _check_schema(value: dict[str, Any], where: object) -> None:
-    schema = value.get("schema")
-    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", schema) if isinstance(schema, str) else None
+def _read_bytes(path: Path) -> bytes:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ManifestError("expected a plain file", where=path, hint=_HINT)
+    if status.st_size > MAX_MANIFEST_BYTES:
+        message = f"expected at most {MAX_MANIFEST_BYTES:,} bytes, got {status.st_size:,}"
+        raise ManifestError(message, where=path, hint=_HINT)
+    return path.read_bytes()
+
+
+def _is_newer(schema: object, where: object) -> bool:
+    match = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
     if match is None:
-        message = f"expected a version such as `{SCHEMA_MAJOR}.{SCHEMA_MINOR}`, got {shown(schema)}"
+        got = shown(schema) if isinstance(schema, str) else json_type(schema)
+        message = f"expected a version such as `{SCHEMA_MAJOR}.{SCHEMA_MINOR}`, got {got}"
         raise ManifestError(message, where=f"{where}#schema")
     if int(match[1]) != SCHEMA_MAJOR:
         raise CompatibilityError(
@@ -227,3 +281,4 @@ def _check_schema(value: dict[str, Any], where: object) -> None:
             where=f"{where}#schema",
             hint="use the version of llama-export that wrote it, or build it again",
         )
+    return int(match[2]) > SCHEMA_MINOR

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import InputError
+from llama_artifacts.strict_json import shown
 
 Shape = tuple[int | str, ...]
 """A size per axis: a number, or the name of a dynamic dimension."""
@@ -22,7 +24,9 @@ class Dim:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise ValueError(f"expected an identifier as a dimension's name, got `{self.name}`")
+            raise ValueError(
+                f"expected an identifier as a dimension's name, got {shown(self.name)}"
+            )
         if not 1 <= self.min <= self.max:
             raise ValueError(
                 f"expected 1 <= min <= max for `{self.name}`, got {self.min}, {self.max}"
@@ -99,17 +103,19 @@ class Signature:
             ("output", [spec.name for spec in self.outputs]),
             ("dimension", [dim.name for dim in self.dims]),
         ):
-            if len(set(names)) != len(names):
-                raise ValueError(f"expected distinct {kind} names, got {', '.join(names)}")
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise ValueError(f"expected distinct {kind} names, got {shown(twice[0])} twice")
         if not self.outputs:
             raise ValueError("expected at least one output")
         known = {dim.name for dim in self.dims}
+        bound = {size for spec in self.inputs for size in spec.shape}
         for spec in (*self.inputs, *self.outputs):
-            for size in spec.shape:
-                if isinstance(size, str) and size not in known:
-                    raise ValueError(f"`{spec.name}` has the undeclared dimension `{size}`")
-            if spec.values and spec.values.span and spec.values.span not in known:
-                raise ValueError(f"`{spec.name}` has the undeclared dimension `{spec.values.span}`")
+            span = spec.values.span if spec.values else None
+            for name in (*spec.shape, *(() if span is None else (span,))):
+                if isinstance(name, str) and name not in known:
+                    raise ValueError(f"`{spec.name}` has the undeclared dimension {shown(name)}")
+                if name not in bound and isinstance(name, str):
+                    raise ValueError(f"`{spec.name}` has the dimension `{name}` of no input")
 
     @property
     def state_bytes(self) -> int:
@@ -117,8 +123,15 @@ class Signature:
         return sum(spec.num_bytes for spec in self.states)
 
     def dim(self, name: str) -> Dim:
-        """The dynamic dimension of that name."""
-        return next(dim for dim in self.dims if dim.name == name)
+        """The dynamic dimension of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for dim in self.dims:
+            if dim.name == name:
+                return dim
+        raise KeyError(name)
 
     def bind(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """The size of each dimension in a call with inputs of these shapes.

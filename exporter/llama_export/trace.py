@@ -7,6 +7,7 @@ whole range, every state is written, and no constant hides in the program.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def as_kind(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new` as a parameter if `old` is one; a program's state dict must keep its kinds."""
+    is_parameter = isinstance(old, torch.nn.Parameter)
+    return torch.nn.Parameter(new, requires_grad=False) if is_parameter else new
+
+
 def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
     """Exports one entry.
 
@@ -76,17 +83,21 @@ def _module(job: Job, returns_states: bool) -> torch.nn.Module:
     llama.requires_grad_(False)
     entry = getattr(llama, job.spec.name)
 
+    @functools.wraps(entry)  # export reads the names of the arguments
     def with_states(*args: Any) -> Any:
         return entry(*args), [tensor for state in args[-1] for tensor in state]
 
     # `forward` on the instance, so that parameter names stay those of the checkpoint.
-    llama.forward = with_states if returns_states and job.signature.states else entry
+    llama.forward = (  # type: ignore[method-assign, assignment]
+        with_states if returns_states and job.signature.states else entry
+    )
     return llama
 
 
 def _example_sizes(signature: Signature) -> dict[str, int]:
-    specs = (*signature.inputs, *signature.states, *signature.outputs)
-    taken = {size for spec in specs for size in spec.shape if isinstance(size, int)}
+    shapes = [spec.shape for spec in (*signature.inputs, *signature.outputs)]
+    shapes += [spec.shape for spec in signature.states]
+    taken = {size for shape in shapes for size in shape if isinstance(size, int)}
     sizes: dict[str, int] = {}
     for dim in signature.dims:
         fitting = [n for n in _EXAMPLE_SIZES if dim.min <= n <= dim.max]
@@ -130,23 +141,23 @@ def _ensure(program: ExportedProgram, job: Job) -> None:
             _fail(job, f"a constant `{spec.target}` hides in the graph")
         elif spec.target not in job.weights:
             _fail(job, f"`{spec.target}` is not a tensor of the checkpoint")
-    declared = (*job.signature.inputs, *job.signature.states)
+    declared = [(spec.name, spec.dtype, spec.shape) for spec in job.signature.inputs]
+    declared += [(spec.name, spec.dtype, spec.shape) for spec in job.signature.states]
     if len(called) != len(declared):
         _fail(job, f"the graph takes {len(called)} tensors, declared are {len(declared)}")
-    for node, tensor in zip(called, declared, strict=True):
-        _ensure_tensor(program, job, node.meta["val"], tensor.name, tensor.dtype, tensor.shape)
+    for node, (name, dtype, shape) in zip(called, declared, strict=True):
+        _ensure_tensor(program, job, node.meta["val"], name, dtype, shape)
     for node in called[len(job.signature.inputs) :]:
         if not any(_is_written(user, node) for user in node.users):
             _fail(job, f"state `{node.name}` is never written")
     outputs = [
-        spec.arg for spec in program.graph_signature.output_specs
+        spec.arg
+        for spec in program.graph_signature.output_specs
         if isinstance(spec.arg, TensorArgument)
     ]
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     for argument, tensor in zip(outputs, job.signature.outputs, strict=False):
-        _ensure_tensor(
-            program, job, values[argument.name], tensor.name, tensor.dtype, tensor.shape
-        )
+        _ensure_tensor(program, job, values[argument.name], tensor.name, tensor.dtype, tensor.shape)
 
 
 def _ensure_tensor(
@@ -154,7 +165,9 @@ def _ensure_tensor(
 ) -> None:
     actual = from_torch(value.dtype).name
     if actual != dtype or len(value.shape) != len(shape):
-        _fail(job, f"`{name}` is {actual} {list(value.shape)} in the graph, declared {dtype} {shape}")
+        _fail(
+            job, f"`{name}` is {actual} {list(value.shape)} in the graph, declared {dtype} {shape}"
+        )
     for declared, size in zip(shape, value.shape, strict=True):
         if isinstance(declared, int):
             if not isinstance(size, int) or size != declared:
@@ -166,7 +179,10 @@ def _ensure_tensor(
         if bounds is None:
             _fail(job, f"`{name}`: dimension {declared} is {size} in the graph, not dynamic")
         elif not (bounds.lower <= max(dim.min, 2) and dim.max <= bounds.upper):
-            _fail(job, f"`{name}`: {declared} is {bounds} in the graph, promised {dim.min} to {dim.max}")
+            _fail(
+                job,
+                f"`{name}`: {declared} is {bounds} in the graph, promised {dim.min} to {dim.max}",
+            )
 
 
 def _is_written(user: torch.fx.Node, state: torch.fx.Node) -> bool:
@@ -180,4 +196,6 @@ def _is_written(user: torch.fx.Node, state: torch.fx.Node) -> bool:
 
 
 def _fail(job: Job, message: str) -> None:
-    raise BuildError(f"{job.spec.name}: {message}", hint="this is a fault of llama-export; report it")
+    raise BuildError(
+        f"{job.spec.name}: {message}", hint="this is a fault of llama-export; report it"
+    )

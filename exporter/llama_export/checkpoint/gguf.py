@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from llama_artifacts.errors import CheckpointError
+from llama_artifacts.manifest import Source
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.gguf_config import (
@@ -26,7 +27,7 @@ from llama_export.checkpoint.gguf_metadata import Metadata
 from llama_export.checkpoint.gguf_tokenizer import GgufTokenizer, config_files, read_tokenizer
 from llama_export.checkpoint.layout import check_layout, first_layers
 from llama_export.checkpoint.names import to_hf
-from llama_export.checkpoint.source import Source, TensorInfo
+from llama_export.checkpoint.source import TensorInfo
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CheckpointError, TokenizerError
+from llama_artifacts.manifest import Source
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import (
     HfConfig,
@@ -34,7 +35,7 @@ from llama_export.checkpoint.layout import (
     expected_tensors,
     first_layers,
 )
-from llama_export.checkpoint.source import Source, TensorInfo
+from llama_export.checkpoint.source import TensorInfo
 from llama_export.checkpoint.tokenizer_files import check_tokenizer, tokenizer_assets
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 
 from llama_artifacts.errors import CheckpointError
+from llama_artifacts.manifest import Source
 from llama_artifacts.strict_json import shown
 from llama_export import presets
 from llama_export.checkpoint.hf import HfCheckpoint
-from llama_export.checkpoint.source import Checkpoint, Source
+from llama_export.checkpoint.source import Checkpoint
 
 GGUF_MAGIC = b"GGUF"
 

@@ -58,9 +58,13 @@ class Tensor:
     def resolve(self, sizes: Sizes) -> TensorSpec:
         """The tensor with every fixed size as a number."""
         named = sizes.named()
-        shape = tuple(named.get(size, size) if isinstance(size, str) else size for size in self.shape)
+        shape = tuple(
+            named.get(size, size) if isinstance(size, str) else size for size in self.shape
+        )
         dtype = sizes.dtype if self.dtype == COMPUTE_DTYPE else self.dtype
-        return TensorSpec(self.name, dtype, shape, self.values and self.values.resolve(named))
+        return TensorSpec(
+            self.name, dtype, shape, None if self.values is None else self.values.resolve(named)
+        )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from llama_export.checkpoint.config import LlamaConfig
 from llama_export.model import rope
 
 State = tuple[Tensor, Tensor]
+
+INV_FREQ = "model.rotary_emb.inv_freq"
+"""Name of the table of inverse frequencies among the weights."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +128,15 @@ class Span:
         positions_BS: of the new tokens; [1, S] where all rows share them.
         cos, sin: rotations of the positions, [B or 1, S, 1, D].
         visible_BSC: which keys each token sees; None where it sees all `num_keys`.
-        num_keys: how many cached positions are read; None reads the new keys only (no state).
+        num_keys: how many cached positions are read, a number or a symbol of the graph; None
+            without a state.
     """
 
     positions_BS: Tensor
     cos: Tensor
     sin: Tensor
     visible_BSC: Tensor | None
-    num_keys: int | None
+    num_keys: Any
 
 
 class Attention(nn.Module):
@@ -270,7 +275,7 @@ class Llama(nn.Module):
         return self._layers(tokens, positions[None], visible[None], None, None)
 
     def _cached(
-        self, tokens: Tensor, positions: Tensor, states: Sequence[State], num_keys: int
+        self, tokens: Tensor, positions: Tensor, states: Sequence[State], num_keys: Any
     ) -> Tensor:
         slots = torch.arange(num_keys, dtype=torch.int32, device=tokens.device)
         visible = slots <= positions[:, :, None]
@@ -282,7 +287,7 @@ class Llama(nn.Module):
         positions: Tensor,
         visible: Tensor | None,
         states: Sequence[State] | None,
-        num_keys: int | None,
+        num_keys: Any,
     ) -> Tensor:
         x = self.model.embed_tokens(tokens).to(self.form.dtype)
         cos, sin = rope.rotations(positions, self.model.rotary_emb.inv_freq, x.dtype)
@@ -296,7 +301,7 @@ class Llama(nn.Module):
             return self.lm_head(x)
         return _linear(x, self.model.embed_tokens.weight, None, self.form)
 
-    def _num_keys(self, pos: Tensor, num_new: int, capacity: int) -> int:
+    def _num_keys(self, pos: Tensor, num_new: int, capacity: int) -> Any:
         if not self.form.reads_positions:
             return capacity
         first = pos.item()

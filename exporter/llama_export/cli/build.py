@@ -1,0 +1,193 @@
+"""`llama-export build`: a checkpoint becomes a bundle."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llama_artifacts import manifest as manifests
+from llama_artifacts.codec import encode
+from llama_artifacts.manifest import FORMATS
+from llama_artifacts.summary import show_bytes
+from llama_export import presets
+from llama_export.cli import output
+from llama_export.cli.options import Command, formats_option, json_option, option
+from llama_export.recipe import DEFAULT_ENTRIES, DEFAULT_MAX_SEQ, Recipe
+
+if TYPE_CHECKING:
+    from llama_export.build import BuildResult
+
+EXAMPLES = (
+    ("A preset, everything at its default:", "llama-export build smollm2-135m-instruct"),
+    (
+        "A GGUF file, one format, room for 8,191 tokens:",
+        "llama-export build ./model.gguf -o my-bundle --format aoti --max-seq 8192",
+    ),
+    (
+        "Only the program of one step, without weights:",
+        "llama-export build llama-3.1-8b-instruct --entry decode --format pt2 --weights none",
+    ),
+)
+PROGRAMS, STATES, WHERE = "What to build", "Sizes", "Output and target"
+
+
+class BuildCommand(Command):
+    """Adds the presets to the help."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Presets"):
+            formatter.write_text(", ".join(sorted(presets.names())))
+        super().format_epilog(ctx, formatter)
+
+
+@click.command(cls=BuildCommand, examples=EXAMPLES)
+@click.argument("model")
+@option(
+    "--entry",
+    "entries",
+    group=PROGRAMS,
+    multiple=True,
+    metavar="NAME",
+    default=DEFAULT_ENTRIES,
+    help="An entry to build; repeat it for several. The `entries` command lists them.",
+)
+@formats_option(
+    "A format to build every entry in; repeat it for several. pt2 is torch.export's portable"
+    " program, aoti native code for this kind of machine (AOTInductor), onnx for ONNX Runtime.",
+    group=PROGRAMS,
+    default=FORMATS,
+)
+@option(
+    "--dtype",
+    group=PROGRAMS,
+    type=click.Choice(["bf16", "f16", "f32"]),
+    show_default="the checkpoint's",
+    help="The dtype of weights and arithmetic.",
+)
+@option(
+    "--num-layers",
+    group=PROGRAMS,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="all",
+    help="Use only the first N layers, to try things out.",
+)
+@option(
+    "--max-seq",
+    group=STATES,
+    type=click.IntRange(min=2),
+    metavar="N",
+    show_default=f"the preset's, else the model's but at most {DEFAULT_MAX_SEQ:,}",
+    help="Positions that a state holds. The last one is scratch, so prompt and answer together"
+    " may be N-1 tokens long.",
+)
+@option(
+    "--batch",
+    group=STATES,
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Rows of the states: sequences that one call advances.",
+)
+@option(
+    "--output",
+    "-o",
+    group=WHERE,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="the model's short name, here",
+    help="The folder to write; it must not exist yet.",
+)
+@option(
+    "--weights",
+    group=WHERE,
+    type=click.Choice(["copy", "none"]),
+    default="copy",
+    help="`copy` puts one copy of the weights into the bundle, for all its programs; `none` builds"
+    " programs only and reads no weight.",
+)
+@option(
+    "--device",
+    group=WHERE,
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="Where the programs will run.",
+)
+@option(
+    "--isa",
+    group=WHERE,
+    type=click.Choice(["avx2", "avx512"]),
+    show_default="this machine's best",
+    help="The instruction set of native CPU code.",
+)
+@json_option
+def command(*, model: str, as_json: bool, **choices: Any) -> None:
+    """Build a bundle from a checkpoint.
+
+    MODEL is a checkpoint folder as on the Hugging Face hub (config.json and safetensors), a .gguf
+    file, a hub repository as owner/name or owner/name@revision, or a preset (listed below).
+
+    Programs are traced without the weights' data, so also a large model builds quickly. The bundle
+    appears when it is whole: a build that fails or is stopped leaves nothing behind.
+
+    Progress goes to stderr, the table of programs to stdout.
+    """
+    from llama_export.entries import registry
+
+    recipe = Recipe(model, **choices)
+    for entry in recipe.entries:
+        registry.find(entry)
+
+    from llama_export.build import build
+
+    with output.reporter() as reporter:
+        result = build(recipe, reporter=reporter)
+    if as_json:
+        output.write_json(_result_dict(result))
+    else:
+        _show(result)
+
+
+def _result_dict(result: BuildResult) -> dict[str, Any]:
+    return {
+        "folder": str(result.folder),
+        "bytes": result.bundle_bytes,
+        "weights_bytes": result.weights_bytes,
+        "seconds": result.seconds,
+        "programs": encode(result.programs),
+        "notes": list(result.notes),
+    }
+
+
+def _show(result: BuildResult) -> None:
+    rows = [
+        (program.entry, program.format, f"{program.seconds:.1f} s", show_bytes(program.bytes))
+        for program in result.programs
+    ]
+    output.write_table(rows, columns=("entry", "format", "time", "size"))
+    output.write("\n")
+    output.write_title(f"{result.folder}")
+    size, weights = show_bytes(result.bundle_bytes), show_bytes(result.weights_bytes)
+    output.write(f"  {size}, of which weights {weights}; built in {result.seconds:.1f} s\n")
+    output.write("\n")
+    output.write_title("Next")
+    for line in _next_commands(result.folder):
+        output.write(f"  {line}\n")
+
+
+def _next_commands(folder: Path) -> list[str]:
+    manifest = manifests.read(folder)
+    path = shlex.quote(str(folder))
+    if path.startswith("-"):
+        path = f"./{path}"
+    commands = [f"llama-export inspect {path}"]
+    if manifest.weights == "none":
+        return commands
+    commands.append(f"llama-export verify {path}")
+    if {"prefill", "decode"} & set(manifest.entries()):
+        prompt = '-p "Why is the sky blue?"' if manifest.tokenizer else '--tokens "1 2 3"'
+        commands.append(f"llama-export run {path} {prompt}")
+    return commands

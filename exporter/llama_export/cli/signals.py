@@ -1,0 +1,71 @@
+"""Ctrl-C, SIGTERM and SIGHUP end a command promptly and let it clean up behind itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_GRACE_SECONDS = {signal.SIGINT: 1.5, signal.SIGTERM: 8.0, signal.SIGHUP: 8.0}
+"""How long a command may take to end; a native call that never returns is then cut off."""
+
+
+def install() -> None:
+    """Handles the signals, except those that the parent process chose to ignore.
+
+    The first signal is passed on to the processes that the command started (compilers), and
+    raises KeyboardInterrupt or SystemExit in the main thread; later ones are ignored, so that
+    they do not interrupt the clean-up.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    # The interpreter writes the number here at once, even while the main thread is in native code.
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read_end,), daemon=True).start()
+    for number in _GRACE_SECONDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    for other in _GRACE_SECONDS:
+        signal.signal(other, signal.SIG_IGN)
+    _send(signal.SIGTERM)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _watch(read_end: int) -> None:
+    grace = {int(number): seconds for number, seconds in _GRACE_SECONDS.items()}
+    number = 0
+    while number not in grace:
+        number = os.read(read_end, 1)[0]
+    time.sleep(grace[number])
+    _send(signal.SIGKILL)
+    os._exit(128 + number)
+
+
+def _send(number: signal.Signals) -> None:
+    for process in _descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Every living process that this one started, and those started by them."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (name) state parent ...; the name may hold anything, parentheses included
+            fields = path.read_bytes().rpartition(b")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found = [ancestor]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]

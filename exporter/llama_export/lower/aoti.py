@@ -1,0 +1,139 @@
+"""Lowers to an AOTInductor package: native code for one machine, weights outside."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch.export.passes import move_to_device_pass
+
+from llama_artifacts.errors import BuildError
+from llama_artifacts.manifest import Target
+from llama_export.checkpoint.source import TensorInfo
+from llama_export.lower.backend import Lowered, Place
+from llama_export.model.llama import INV_FREQ, Formulation
+from llama_export.trace import Job, as_kind, torch_dtype, trace
+from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor
+
+# Up to so many rows, multiply and reduce beats a library product over the stored weight.
+MAX_FUSED_ROWS = 3
+
+MAX_INLINED = 8
+"""Inductor writes vectors of up to so many elements into the code."""
+
+
+class AotiBackend:
+    """AOTInductor; see `Backend`."""
+
+    def compute_dtype(self, dtype: str, place: Place) -> str:
+        return dtype
+
+    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
+        if place.device == "cpu":
+            return Formulation(dtype, reads_positions=True, max_fused_rows=MAX_FUSED_ROWS)
+        return Formulation(dtype, reads_positions=False)
+
+    def lower(self, job: Job, place: Place) -> Lowered:
+        options, target = _options(place)
+        program = trace(job)
+        for name, info in job.weights.items():
+            tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
+            program.state_dict[name] = as_kind(program.state_dict[name], tensor)
+        if place.device == "cuda":
+            program = move_to_device_pass(program, "cuda")
+        file = f"{job.spec.name}.{target.device}-{target.isa or target.capability}.pt2"
+        path = str(place.folder / file)
+        with inductor_config.patch(options), _quiet():
+            aoti_compile_and_package(program, package_path=path)
+        bound = set(aoti_load_package(path).get_constant_fqns())
+        constants = tuple(name for name in job.weights if name in bound)
+        return Lowered(file, target, {"torch": minor(torch.__version__)}, constants)
+
+
+def _stand_in(name: str, info: TensorInfo, place: Place) -> torch.Tensor:
+    """Compiling reads shapes and addresses of constants: memory that is never touched will do.
+
+    The exception are vectors of up to 8 elements, whose values Inductor writes into the code.
+    """
+    if name == INV_FREQ:
+        return place.inv_freq
+    if math.prod(info.shape) <= MAX_INLINED:
+        raise BuildError(
+            f"`{name}` is too small to compile without its values", hint="use --weights copy"
+        )
+    return torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _options(place: Place) -> tuple[dict[str, Any], Target]:
+    options: dict[str, Any] = {
+        "aot_inductor.package_constants_in_so": False,
+        # The wrapper only calls kernels; optimising it costs most of the build for nothing.
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        # Otherwise the build machine's thread count is baked in.
+        "cpp.dynamic_threads": True,
+    }
+    if place.device == "cuda":
+        if not torch.cuda.is_available():
+            raise BuildError(
+                "aoti programs for CUDA are compiled where a CUDA device is; there is none here",
+                hint="run this build on the GPU machine, or build --format pt2 here",
+            )
+        major, minor_ = torch.cuda.get_device_capability()
+        return options, Target("cuda", architecture(), capability=f"{major}.{minor_}")
+    _check_compiler()
+    return _cpu_options(options, place.isa)
+
+
+def _cpu_options(options: dict[str, Any], isa: str | None) -> tuple[dict[str, Any], Target]:
+    machine = architecture()
+    if machine != "x86_64":
+        if isa is not None:
+            raise BuildError(
+                f"--isa {isa} is for x86-64, this machine is {machine}", hint="omit it"
+            )
+        return options, Target("cpu", machine, "native", tuple(sorted(cpu_flags())))
+    fitting = [name for name, (_, _, flags) in X86_ISAS.items() if cpu_flags().issuperset(flags)]
+    if isa is None and not fitting:
+        raise BuildError("aoti programs need a CPU with AVX2", hint="build --format pt2 or onnx")
+    isa = isa or fitting[0]
+    march, width, flags = X86_ISAS[isa]
+    if isa not in fitting:
+        raise BuildError(
+            f"--isa {isa} cannot be built here: this CPU lacks "
+            f"{', '.join(sorted(set(flags) - cpu_flags()))}",
+            hint="build on a machine that has it, or choose another --isa",
+        )
+    options |= {"cpp.march": march, "cpp.simdlen": width}
+    with inductor_config.patch(options):
+        vector_flags = _cpuinfo_names(pick_vec_isa().build_arch_flags())
+    return options, Target("cpu", machine, isa, tuple(sorted({*flags, *vector_flags})))
+
+
+def _cpuinfo_names(arch_flags: str) -> set[str]:
+    """The flags of /proc/cpuinfo for a compiler's `-m` flags."""
+    spelled = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+    names = {flag.removeprefix("-m").replace("-", "_") for flag in arch_flags.split()}
+    return {spelled.get(name, name) for name in names}
+
+
+def _check_compiler() -> None:
+    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        raise BuildError(
+            "aoti programs are compiled with g++, and there is none on PATH",
+            hint="install g++, or leave --format aoti out",
+        )

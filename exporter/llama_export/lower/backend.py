@@ -1,0 +1,83 @@
+"""What every format offers to a build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from llama_artifacts.errors import BuildError
+from llama_artifacts.manifest import FORMATS, Format, Target
+from llama_export.model.llama import Formulation
+from llama_export.trace import Job
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program will run, and what the builder may use.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        isa: instruction set of native CPU code; None: this machine's best.
+        folder: the bundle being written.
+        weights: the bundle's weights, memory mapped; None when it holds none.
+        inv_freq: the model's inverse frequencies, which need no weights.
+        offsets: byte offset and length of each tensor in the weights file.
+    """
+
+    device: str
+    isa: str | None
+    folder: Path
+    weights: Mapping[str, torch.Tensor] | None
+    inv_freq: torch.Tensor
+    offsets: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program file that was written; `constants` are the weights it binds when loaded."""
+
+    file: str
+    target: Target
+    requires: dict[str, str]
+    constants: tuple[str, ...]
+
+
+class Backend(Protocol):
+    """One format."""
+
+    def compute_dtype(self, dtype: str, place: Place) -> str:
+        """The compute dtype this format uses where `dtype` was asked for."""
+        ...
+
+    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
+        """How the model must be written for this format and place."""
+        ...
+
+    def lower(self, job: Job, place: Place) -> Lowered:
+        """Traces the job and writes its program into the folder.
+
+        Raises:
+            BuildError: the program cannot be made here.
+        """
+        ...
+
+
+def backend(name: Format) -> Backend:
+    """The backend of a format; only its own compiler is imported."""
+    if name == "pt2":
+        from llama_export.lower.pt2 import Pt2Backend
+
+        return Pt2Backend()
+    if name == "aoti":
+        from llama_export.lower.aoti import AotiBackend
+
+        return AotiBackend()
+    if name == "onnx":
+        from llama_export.lower.onnx import OnnxBackend
+
+        return OnnxBackend()
+    raise BuildError(f"unknown format `{name}`", hint=f"known formats: {', '.join(FORMATS)}")

@@ -1,0 +1,129 @@
+"""Lowers to ONNX whose initializers are external data inside the bundle's weights file.
+
+CPU kernels of ONNX Runtime compute in float32, so a program for the CPU takes weights of any dtype
+behind a Cast and has float32 states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+
+from llama_artifacts.dtypes import from_name
+from llama_artifacts.manifest import WEIGHTS_NAME, Target
+from llama_artifacts.signature import Signature
+from llama_export.lower.backend import Lowered, Place
+from llama_export.model.llama import Formulation
+from llama_export.trace import Job, trace
+
+OPSET = 20
+IR_VERSION = 10
+MIN_ONNXRUNTIME = "1.18"
+"""The first release that takes this IR version and opset."""
+
+
+class OnnxBackend:
+    """ONNX; see `Backend`."""
+
+    def compute_dtype(self, dtype: str, place: Place) -> str:
+        return "f32" if place.device == "cpu" else dtype
+
+    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
+        return Formulation(dtype, reads_positions=place.device == "cpu")
+
+    def lower(self, job: Job, place: Place) -> Lowered:
+        program = trace(job, returns_states=True)
+        with _quiet():
+            exported = torch.onnx.export(
+                program, dynamo=True, opset_version=OPSET, optimize=False, verbose=False
+            )
+            assert exported is not None
+            model = exported.model
+            _name_interface(model, job.signature)
+            _drop_values(model, job)
+            onnxscript.optimizer.optimize_ir(model, onnx_shape_inference=False)
+        _point_at_weights(model, job, place)
+        _clean(model)
+        file = f"{job.spec.name}.onnx" if place.device == "cpu" else f"{job.spec.name}.cuda.onnx"
+        ir.save(model, place.folder / file)
+        target = Target("cpu" if place.device == "cpu" else "cuda")
+        return Lowered(file, target, {"onnxruntime": MIN_ONNXRUNTIME}, tuple(job.weights))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    # The exporter warns of operators of packages that this project does not use, the optimizer of
+    # the weights that are hidden from it.
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _name_interface(model: ir.Model, signature: Signature) -> None:
+    """Names as declared; a state is `state.<name>` going in and `state.<name>.next` coming out."""
+    inputs = [spec.name for spec in signature.inputs]
+    inputs += [f"state.{spec.name}" for spec in signature.states]
+    outputs = [spec.name for spec in signature.outputs]
+    outputs += [f"state.{spec.name}.next" for spec in signature.states]
+    for values, names in ((model.graph.inputs, inputs), (model.graph.outputs, outputs)):
+        assert len(values) == len(names), (len(values), len(names))
+        for value, name in zip(values, names, strict=True):
+            value.name = name
+    _name_dims(model, signature)
+
+
+def _name_dims(model: ir.Model, signature: Signature) -> None:
+    named = [*signature.inputs, *signature.outputs]
+    values = [*model.graph.inputs[: len(signature.inputs)]]
+    values += model.graph.outputs[: len(signature.outputs)]
+    for value, spec in zip(values, named, strict=True):
+        value.shape = ir.Shape(spec.shape)
+
+
+def _drop_values(model: ir.Model, job: Job) -> None:
+    """Hides the weights from the optimizer, which would fold fake values into the graph."""
+    for name, value in model.graph.initializers.items():
+        if name in job.weights:
+            value.const_value = None
+
+
+def _point_at_weights(model: ir.Model, job: Job, place: Place) -> None:
+    for name, value in model.graph.initializers.items():
+        if name not in job.weights:
+            continue
+        info = job.weights[name]
+        offset, length = place.offsets[name]
+        value.const_value = ir.ExternalTensor(
+            WEIGHTS_NAME,
+            offset,
+            length,
+            ir.DataType[from_name(info.dtype).onnx],
+            shape=ir.Shape(info.shape),
+            name=name,
+            base_dir=place.folder,
+        )
+
+
+def _clean(model: ir.Model) -> None:
+    """Takes out what differs from build to build or tells of the build machine."""
+    model.ir_version = IR_VERSION
+    model.metadata_props.clear()
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.clear()

@@ -1,0 +1,32 @@
+"""Lowers to `.pt2`: a portable ExportedProgram without weights and without example inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from llama_artifacts.manifest import Target
+from llama_export.lower.backend import Lowered, Place
+from llama_export.model.llama import Formulation
+from llama_export.trace import Job, as_kind, trace
+from llama_runtime.machine import minor
+
+
+class Pt2Backend:
+    """ExportedProgram; see `Backend`."""
+
+    def compute_dtype(self, dtype: str, place: Place) -> str:
+        return dtype
+
+    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
+        return Formulation(dtype, reads_positions=place.device == "cpu")
+
+    def lower(self, job: Job, place: Place) -> Lowered:
+        program = trace(job)
+        # An archive with example inputs holds a pickle of them.
+        program.example_inputs = None
+        for name, tensor in program.state_dict.items():
+            program.state_dict[name] = as_kind(tensor, torch.empty(0, dtype=tensor.dtype))
+        file = f"{job.spec.name}.pt2" if place.device == "cpu" else f"{job.spec.name}.cuda.pt2"
+        torch.export.save(program, place.folder / file)
+        target = Target("cpu" if place.device == "cpu" else "cuda")
+        return Lowered(file, target, {"torch": minor(torch.__version__)}, tuple(job.weights))

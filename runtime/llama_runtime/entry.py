@@ -1,0 +1,91 @@
+"""An entry as a callable that checks every input before the program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from llama_artifacts.errors import InputError
+from llama_artifacts.manifest import Program as ProgramRecord
+from llama_artifacts.signature import Signature, TensorSpec, check_values
+from llama_runtime.programs.base import Program
+from llama_runtime.states import States, check_tensor, torch_dtype
+
+_CPU = torch.device("cpu")
+
+
+class Entry:
+    """One entry of a loaded bundle.
+
+    Call it with the states (if it has any) and every input by name. Inputs are CPU tensors of the
+    declared dtype, or numbers and lists, which are converted; they are uploaded where the program
+    runs elsewhere. The result is the output tensor, or a tuple where there are several; results
+    are new tensors of the caller's. States are written in place. Calls must not overlap.
+
+    Raises:
+        InputError: an input or state is not what the signature declares, or a value (a token, a
+            position) is out of its bounds. Nothing has run then.
+    """
+
+    def __init__(self, record: ProgramRecord, program: Program, device: torch.device) -> None:
+        self.name = record.entry
+        self.format = record.format
+        self.dtype = record.dtype
+        self.signature: Signature = record.signature
+        self.device = device
+        self._program = program
+
+    def new_states(self) -> States:
+        """States of this entry, all zero."""
+        return States.zeros(self.signature.states, self.device)
+
+    def __call__(
+        self, states: Mapping[str, torch.Tensor] | None = None, /, **inputs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        outputs = self.run(states, inputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def run(
+        self, states: Mapping[str, torch.Tensor] | None, inputs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """As a call, but always a list of outputs."""
+        tensors = {
+            spec.name: _as_tensor(spec, inputs[spec.name])
+            for spec in self.signature.inputs
+            if spec.name in inputs
+        }
+        shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in inputs}
+        sizes = self.signature.bind(shapes)
+        for spec in self.signature.inputs:
+            tensor = tensors[spec.name]
+            check_tensor(spec.name, spec.dtype, None, tensor, _CPU)
+            if spec.values is not None:
+                smallest, largest = tensor.aminmax()
+                check_values(spec, int(smallest), int(largest), sizes)
+        flat = [tensors[spec.name].to(self.device) for spec in self.signature.inputs]
+        return self._program.run(flat, self._checked(states), sizes)
+
+    def _checked(self, states: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
+        specs = self.signature.states
+        if not specs:
+            if states:
+                raise InputError(f"`{self.name}` has no states, got {len(states)}")
+            return []
+        if states is None:
+            raise InputError(f"`{self.name}` needs its states", hint="pass entry.new_states()")
+        if not isinstance(states, States) or states.specs != specs:
+            states = States(specs, states, self.device)
+        return states.tensors()
+
+
+def _as_tensor(spec: TensorSpec, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.tensor(value, dtype=torch_dtype(spec.dtype))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
+        raise InputError(
+            f"expected {spec.dtype} numbers, got {value!r:.60}", where=spec.name
+        ) from cause

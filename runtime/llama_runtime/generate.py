@@ -1,0 +1,113 @@
+"""From a prompt to a stream of tokens, and from tokens to a stream of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from llama_artifacts.errors import InputError
+from llama_runtime.sampling import Sampler, SamplingParams
+from llama_runtime.session import Session
+from llama_runtime.stop import StopStrings
+from llama_runtime.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+class TokenStream:
+    """Iterates over new tokens, one step of the model each.
+
+    Attributes:
+        prompt_tokens: the ids that were fed first.
+        tokens: the new ids so far; a stop token ends the stream and is not among them.
+        finish_reason: `stop` (a stop token) or `length` (`max_new` tokens, or no position left:
+            the last token needs none, so a prompt of n leaves room for capacity - n + 1); None
+            before the end.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: Sequence[int],
+        *,
+        max_new: int,
+        params: SamplingParams,
+        stop_tokens: Sequence[int],
+    ) -> None:
+        if isinstance(max_new, bool) or not isinstance(max_new, int) or max_new < 1:
+            raise InputError(f"expected at least 1 new token, got {max_new!r}", where="max_new")
+        self.prompt_tokens = list(prompt)
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._steps = self._generate(session, max_new, Sampler(params), frozenset(stop_tokens))
+
+    def __iter__(self) -> Iterator[int]:
+        return self._steps
+
+    def __next__(self) -> int:
+        return next(self._steps)
+
+    def _generate(
+        self, session: Session, max_new: int, sampler: Sampler, stops: frozenset[int]
+    ) -> Iterator[int]:
+        logits = session.prefill(self.prompt_tokens)
+        while True:
+            token = sampler.sample(logits[:1])[0]
+            if token in stops:
+                self.finish_reason = "stop"
+                return
+            self.tokens.append(token)
+            yield token
+            if len(self.tokens) == max_new or session.position == session.capacity:
+                self.finish_reason = "length"
+                return
+            logits = session.decode(token)
+
+
+class Generation:
+    """Iterates over pieces of new text; their concatenation is the whole text.
+
+    Attributes:
+        prompt_tokens, tokens: as of `TokenStream`.
+        finish_reason: as of `TokenStream`; `stop` also for a stop string, which is not in the
+            text.
+    """
+
+    def __init__(self, stream: TokenStream, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._stream = stream
+        self._stops = StopStrings(stop)
+        self._text = tokenizer.stream()
+        self._pieces = self._generate()
+        self._is_stopped = False
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return self._stream.prompt_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._stream.tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return "stop" if self._is_stopped else self._stream.finish_reason
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def _generate(self) -> Iterator[str]:
+        for token in self._stream:
+            piece = self._stops.push(self._text.push(token))
+            if piece:
+                yield piece
+            if self._stops.matched is not None:
+                self._is_stopped = True
+                return
+        rest = self._stops.push(self._text.finish())
+        self._is_stopped = self._stops.matched is not None
+        rest += self._stops.finish()
+        if rest:
+            yield rest

@@ -1,0 +1,271 @@
+"""A bundle folder becomes callable entries: manifest, versions, target, digests, then programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from llama_artifacts.bundle import Bundle, check_digest, open_bundle
+from llama_artifacts.errors import CompatibilityError, InputError, TokenizerError
+from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format, Manifest, Program
+from llama_runtime import compat
+from llama_runtime.entry import Entry
+from llama_runtime.generate import Generation, TokenStream
+from llama_runtime.programs.base import Loading, load_program
+from llama_runtime.sampling import SamplingParams
+from llama_runtime.session import Session
+from llama_runtime.tokenizer import Tokenizer
+from llama_runtime.weights import map_weights
+
+# Fastest first; taken in this order where the caller names no format.
+_PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
+
+Message = Mapping[str, str]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    format: Format | None = None,
+    threads: int | None = None,
+    allow_native: bool = True,
+) -> LoadedBundle:
+    """Opens a bundle. Programs are loaded when they are first asked for.
+
+    Args:
+        path: the bundle's folder.
+        device: `cpu`, `cuda` or `cuda:N`.
+        format: `aoti`, `pt2` or `onnx`; None: for each entry the fastest that fits this machine.
+        threads: CPU threads of the programs; sets torch's number for the whole process. None
+            leaves it as it is.
+        allow_native: False refuses programs that are native code (format aoti), for bundles
+            whose origin is not trusted.
+
+    Raises:
+        ManifestError: the folder holds no sound manifest.
+        IntegrityError: a file is missing or has another size than recorded. Digests of programs
+            are checked when they are loaded, that of the weights by `llama-export verify`.
+        CompatibilityError: no such device, or the bundle holds no weights.
+    """
+    if format is not None and format not in FORMATS:
+        raise InputError(f"expected one of {', '.join(FORMATS)}, got `{format}`", where="format")
+    bundle = open_bundle(Path(path))
+    if bundle.manifest.weights == "none":
+        raise CompatibilityError(
+            "the bundle holds programs without weights",
+            where=bundle.folder,
+            hint="build it with --weights copy to run it",
+        )
+    if threads is not None:
+        if threads < 1:
+            raise InputError(f"expected at least 1, got {threads}", where="threads")
+        torch.set_num_threads(threads)
+    return LoadedBundle(bundle, _device(device), format, threads, allow_native)
+
+
+class LoadedBundle:
+    """A bundle on a device. Entries and sessions made from it share one copy of the weights."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: torch.device,
+        format: Format | None,
+        threads: int | None,
+        allow_native: bool,
+    ) -> None:
+        self._bundle = bundle
+        self._device = device
+        self._format = format
+        self._threads = threads
+        self._allow_native = allow_native
+        self._entries: dict[str, Entry] = {}
+
+    @property
+    def manifest(self) -> Manifest:
+        """The bundle's manifest."""
+        return self._bundle.manifest
+
+    @property
+    def folder(self) -> Path:
+        """The bundle's folder."""
+        return self._bundle.folder
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every weight by name, on the device; on the CPU a read-only use of the mapped file."""
+        weights = map_weights(self._bundle.path(WEIGHTS_NAME))
+        if self._device.type == "cpu":
+            return weights
+        return {name: tensor.to(self._device) for name, tensor in weights.items()}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The bundle's tokenizer.
+
+        Raises:
+            TokenizerError: the bundle has none.
+        """
+        if self.manifest.tokenizer is None:
+            raise TokenizerError(
+                "the bundle has no tokenizer", where=self.folder, hint="use token ids (--tokens)"
+            )
+        return Tokenizer.load(self.folder)
+
+    def entry(self, name: str) -> Entry:
+        """The entry of that name, loaded on first use.
+
+        Raises:
+            InputError: the bundle has no such entry.
+            CompatibilityError: none of its programs fits the machine, or the format asked for.
+            IntegrityError: the program's file is damaged.
+        """
+        if name not in self._entries:
+            program = self._choose(name)
+            check_digest(self._bundle, program.file)
+            loading = Loading(
+                path=self._bundle.path(program.file),
+                program=program,
+                weights=self.weights,
+                device=self._device,
+                threads=self._threads,
+            )
+            self._entries[name] = Entry(program, load_program(loading), self._device)
+        return self._entries[name]
+
+    def session(self) -> Session:
+        """A new conversation at position 0."""
+        return Session(self)
+
+    def generate_tokens(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+    ) -> TokenStream:
+        """New tokens after a prompt of token ids; greedy unless a temperature is given.
+
+        Raises:
+            InputError: the prompt is empty or too long, or a sampling field is out of range.
+        """
+        params = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        return TokenStream(
+            self.session(),
+            prompt,
+            max_new=max_new,
+            params=params,
+            stop_tokens=self.manifest.stop_tokens,
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        *,
+        max_new: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> Generation:
+        """New text after a prompt, in pieces as they come.
+
+        Args:
+            prompt: text; or token ids; or chat messages with `role` and `content`.
+            max_new: most tokens to generate.
+            temperature: 0 is greedy; this and the next four are those of `SamplingParams`.
+            top_k: keeps the k likeliest tokens.
+            top_p: keeps the likeliest tokens that reach this probability.
+            min_p: keeps tokens of at least this share of the likeliest.
+            seed: makes the draws repeatable.
+            stop: texts that end the generation and are not delivered.
+            chat: whether text is put through the chat template as a user's message; None: if the
+                bundle has a template.
+            system: the system message of a chat.
+
+        Raises:
+            TokenizerError: no tokenizer, or the template refuses the messages.
+            InputError: as `generate_tokens`.
+        """
+        stream = self.generate_tokens(
+            self._prompt_ids(prompt, chat, system),
+            max_new=max_new,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+        )
+        return Generation(stream, self.tokenizer, stop)
+
+    def _prompt_ids(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        chat: bool | None,
+        system: str | None,
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            is_chat = self.tokenizer.has_chat_template if chat is None else chat
+            if not is_chat:
+                if system is not None:
+                    raise InputError("a system message needs a chat", where="system")
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        elif not prompt or not isinstance(prompt[0], Mapping):
+            return list(prompt)  # type: ignore[arg-type]
+        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return self.tokenizer.encode_chat(messages)
+
+    def _choose(self, name: str) -> Program:
+        programs = [program for program in self.manifest.programs if program.entry == name]
+        if not programs:
+            raise InputError(
+                f"the bundle has no entry `{name}`",
+                where=self.folder,
+                hint=f"it has {', '.join(self.manifest.entries())}",
+            )
+        wanted = [p for p in programs if self._format in (None, p.format)]
+        if not wanted:
+            raise CompatibilityError(
+                f"`{name}` is not there in format {self._format}",
+                where=self.folder,
+                hint=f"it is there in {', '.join(p.format for p in programs)}",
+            )
+        wanted.sort(key=lambda program: _PREFERENCE.index(program.format))
+        device, native = self._device.type, self._allow_native
+        fitting = [p for p in wanted if compat.fits(p, device=device, allow_native=native)]
+        chosen = (fitting or wanted)[0]
+        compat.check(chosen, device=device, allow_native=native)
+        return chosen
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as cause:
+        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device") from cause
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise CompatibilityError(
+                "no CUDA device is here",
+                hint="load with device cpu, or install a CUDA build of torch",
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device")
+    return torch.device("cpu")

@@ -1,0 +1,60 @@
+"""What every format offers to the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from llama_artifacts import manifest
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What a program is loaded with.
+
+    Attributes:
+        path: the program's file, its size and digest already checked.
+        program: its record in the manifest.
+        weights: every tensor of the bundle on `device`; the program keeps references, not copies.
+        device: where it runs.
+        threads: threads of an engine that has its own pool; None: the engine's default.
+    """
+
+    path: Path
+    program: manifest.Program
+    weights: Mapping[str, torch.Tensor]
+    device: torch.device
+    threads: int | None
+
+
+class Program(Protocol):
+    """A loaded program. Trusts its caller: whoever calls `run` has checked every tensor."""
+
+    def run(
+        self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
+    ) -> list[torch.Tensor]:
+        """Runs once; writes `states` in place and returns new output tensors.
+
+        After an exception the states may hold a part of the step. Not safe for two calls at the
+        same time.
+        """
+        ...
+
+
+def load_program(loading: Loading) -> Program:
+    """Loads a program with the adapter of its format; only that engine is imported."""
+    if loading.program.format == "aoti":
+        from llama_runtime.programs.aoti import AotiProgram
+
+        return AotiProgram(loading)
+    if loading.program.format == "onnx":
+        from llama_runtime.programs.onnx import OnnxProgram
+
+        return OnnxProgram(loading)
+    from llama_runtime.programs.pt2 import Pt2Program
+
+    return Pt2Program(loading)

@@ -1,0 +1,118 @@
+"""ONNX programs in ONNX Runtime, with every tensor bound to memory of ours.
+
+A state is bound as input `state.<name>` and as output `state.<name>.next` to the same buffer, so
+the graph's scatter happens in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+from llama_artifacts.dtypes import from_name
+from llama_artifacts.errors import CompatibilityError, IntegrityError
+from llama_artifacts.signature import TensorSpec
+from llama_runtime.programs.base import Loading
+from llama_runtime.states import torch_dtype
+
+
+class OnnxProgram:
+    """See `Program`."""
+
+    def __init__(self, loading: Loading) -> None:
+        self._signature = loading.program.signature
+        self._device = loading.device
+        self._session = _session(loading)
+        self._check_names(loading)
+        self._binding = self._session.io_binding()
+        self._bound_states: list[torch.Tensor] = []
+
+    def run(
+        self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
+    ) -> list[torch.Tensor]:
+        for spec, tensor in zip(self._signature.inputs, inputs, strict=True):
+            self._bind(self._binding.bind_input, spec.name, spec.dtype, tensor)
+        self._bind_states(states)
+        outputs = [self._new(spec, sizes) for spec in self._signature.outputs]
+        for spec, tensor in zip(self._signature.outputs, outputs, strict=True):
+            self._bind(self._binding.bind_output, spec.name, spec.dtype, tensor)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._session.run_with_iobinding(self._binding)
+        return outputs
+
+    def _bind_states(self, states: list[torch.Tensor]) -> None:
+        if len(states) == len(self._bound_states) and all(map(_is, states, self._bound_states)):
+            return
+        for spec, tensor in zip(self._signature.states, states, strict=True):
+            name = f"state.{spec.name}"
+            self._bind(self._binding.bind_input, name, spec.dtype, tensor)
+            self._bind(self._binding.bind_output, f"{name}.next", spec.dtype, tensor)
+        # Keeps the buffers alive for as long as they are bound.
+        self._bound_states = list(states)
+
+    def _bind(self, bind: Any, name: str, dtype: str, tensor: torch.Tensor) -> None:
+        index = tensor.device.index or 0
+        shape = list(tensor.shape)
+        bind(name, tensor.device.type, index, _element_type(dtype), shape, tensor.data_ptr())
+
+    def _new(self, spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+        shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+        return torch.empty(shape, dtype=torch_dtype(spec.dtype), device=self._device)
+
+    def _check_names(self, loading: Loading) -> None:
+        states = [f"state.{spec.name}" for spec in self._signature.states]
+        for kind, declared, found in (
+            (
+                "inputs",
+                [*(s.name for s in self._signature.inputs), *states],
+                self._session.get_inputs(),
+            ),
+            (
+                "outputs",
+                [*(s.name for s in self._signature.outputs), *(f"{s}.next" for s in states)],
+                self._session.get_outputs(),
+            ),
+        ):
+            if [value.name for value in found] != declared:
+                raise IntegrityError(f"its {kind} are not the manifest's", where=loading.path)
+
+
+def _is(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first is second
+
+
+def _element_type(dtype: str) -> Any:
+    row = from_name(dtype)
+    if row.numpy is not None:
+        return np.dtype(row.numpy).type
+    from onnx import TensorProto
+
+    return TensorProto.DataType.Value(row.onnx)
+
+
+def _session(loading: Loading) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if loading.threads is not None:
+        options.intra_op_num_threads = loading.threads
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if loading.device.type == "cuda":
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            raise CompatibilityError(
+                "this onnxruntime has no CUDA provider",
+                where=loading.path,
+                hint="pip install onnxruntime-gpu",
+            )
+        providers = [("CUDAExecutionProvider", {"device_id": loading.device.index or 0})]
+    try:
+        return onnxruntime.InferenceSession(str(loading.path), options, providers=providers)
+    except Exception as cause:  # onnxruntime's own types derive from Exception alone
+        message = str(cause).splitlines()[0]
+        raise IntegrityError(
+            f"ONNX Runtime refuses it: {message}", where=loading.path, hint="build the bundle again"
+        ) from cause

@@ -1,0 +1,127 @@
+"""One conversation: a set of states and the position up to which they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from llama_artifacts.errors import InputError, SessionError
+from llama_runtime.entry import Entry
+
+if TYPE_CHECKING:
+    from llama_runtime.loader import LoadedBundle
+
+Tokens = Sequence[int] | Sequence[Sequence[int]]
+
+
+class Session:
+    """Feeds tokens and keeps count of positions.
+
+    In a bundle of one row, tokens are a list of ids. In one of several rows, a list of ids is fed
+    to every row, and a list of lists (equal in length) gives each row its own.
+
+    A call that is refused for its arguments (InputError) changes nothing. A call that fails while
+    a program runs may have written a part of its step: from then on every call raises
+    SessionError until `reset`. Not safe for use from two threads at the same time.
+    """
+
+    def __init__(self, bundle: LoadedBundle) -> None:
+        names = bundle.manifest.entries()
+        self._prefill = bundle.entry("prefill") if "prefill" in names else None
+        self._decode = bundle.entry("decode") if "decode" in names else None
+        entry = self._decode or self._prefill
+        if entry is None:
+            raise SessionError(
+                "a session needs the entry `decode` or `prefill`, this bundle has neither",
+                where=bundle.folder,
+                hint="build it with --entry prefill --entry decode",
+            )
+        if self._prefill and self._decode:
+            _check_same_states(self._prefill, self._decode)
+        self._states = entry.new_states()
+        self._rows = bundle.manifest.batch
+        self._is_broken = False
+        self.capacity = bundle.manifest.max_seq - 1
+        self.position = 0
+
+    def prefill(self, tokens: Tokens) -> torch.Tensor:
+        """Feeds any number of tokens, in chunks where they are many.
+
+        Returns:
+            Logits [Batch, V] after the last token, in the program's compute dtype.
+
+        Raises:
+            InputError: no token, an unknown one, or more than the positions that are left.
+            SessionError: an earlier call failed; `reset` first.
+        """
+        rows = self._as_rows(tokens)
+        num_tokens = rows.shape[1]
+        if self.position + num_tokens > self.capacity:
+            raise InputError(
+                f"{num_tokens} tokens do not fit: {self.position} + {num_tokens} positions "
+                f"are more than the capacity of {self.capacity}",
+                hint="shorten the prompt, or build with a larger --max-seq",
+            )
+        logits = None
+        for chunk in rows.split(self._chunk_len(), dim=1):
+            logits = self._step(chunk.contiguous())
+        assert logits is not None
+        return logits
+
+    def decode(self, token: int | Sequence[int]) -> torch.Tensor:
+        """Feeds one token: an id for every row, or one id a row; otherwise as `prefill`."""
+        tokens = [token] if isinstance(token, int) else [[one] for one in token]
+        return self.prefill(tokens)
+
+    def reset(self) -> None:
+        """Back to position 0, also after a failure. Old contents are never read again."""
+        self.position = 0
+        self._is_broken = False
+
+    def _chunk_len(self) -> int:
+        if self._prefill is None:
+            return 1
+        return next((dim.max for dim in self._prefill.signature.dims if dim.name == "S"), 1)
+
+    def _step(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._is_broken:
+            raise SessionError(
+                "an earlier call failed in the middle of a step", hint="call reset()"
+            )
+        entry = self._decode if rows.shape[1] == 1 and self._decode else self._prefill
+        assert entry is not None
+        self._is_broken = True
+        try:
+            logits = entry.run(self._states, {"tokens": rows, "pos": self.position})[0]
+        except InputError:
+            self._is_broken = False
+            raise
+        self._is_broken = False
+        self.position += rows.shape[1]
+        return logits
+
+    def _as_rows(self, tokens: Tokens) -> torch.Tensor:
+        try:
+            rows = torch.tensor(tokens, dtype=torch.int32)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
+            raise InputError(f"expected token ids, got {tokens!r:.60}", where="tokens") from cause
+        if rows.ndim == 1:
+            rows = rows.expand(self._rows, -1)
+        if rows.ndim != 2 or rows.shape[0] != self._rows or rows.shape[1] == 0:
+            raise InputError(
+                f"expected a list of ids, or {self._rows} such lists, none empty; "
+                f"got shape {list(rows.shape)}",
+                where="tokens",
+            )
+        return rows
+
+
+def _check_same_states(first: Entry, second: Entry) -> None:
+    if first.signature.states != second.signature.states:
+        raise SessionError(
+            f"`{first.name}` in {first.format} and `{second.name}` in {second.format} "
+            "keep different states",
+            hint="choose one format for both",
+        )

@@ -1,0 +1,38 @@
+"""The weights of a bundle: one map of one file, shared by every program."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+
+from llama_artifacts.dtypes import from_name
+from llama_artifacts.errors import IntegrityError
+from llama_artifacts.safetensors import read_header
+
+
+def map_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file, as views of one private memory map.
+
+    No data is read until it is used, and pages are shared with every process that maps the file.
+    Writing to a tensor changes this process's copy of the page, never the file. The map lives as
+    long as any of the tensors does.
+
+    Raises:
+        IntegrityError: the file is not sound safetensors.
+    """
+    header = read_header(path, error=IntegrityError)
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {}
+    for name, stored in header.tensors.items():
+        row = from_name(stored.dtype)
+        dtype = getattr(torch, row.torch)
+        count = (stored.end - stored.start) // row.num_bytes
+        if count == 0:
+            tensors[name] = torch.empty(stored.shape, dtype=dtype)
+        else:
+            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=stored.start)
+            tensors[name] = flat.reshape(stored.shape)
+    return tensors

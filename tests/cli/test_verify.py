@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_export.report import Reporter
+from tests.cli import fakes
+from tests.cli.running import invoke
+
+
+@dataclass(frozen=True)
+class Check:
+    law: str
+    entry: str
+    format: str
+    figure: float
+    limit: float
+    passed: bool
+    detail: str = ""
+
+
+GOOD = Check("parity", "decode", "pt2", 1.25e-6, 1e-4, True)
+BAD = Check("parity", "prefill", "aoti", math.nan, 1e-4, False, "first at position 3")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> list[Any]:
+    calls: list[Any] = []
+
+    def verify(
+        folder: Path, *, reporter: Reporter, formats: Sequence[str] | None = None
+    ) -> tuple[Check, ...]:
+        calls.append((folder, formats))
+        with reporter.step("check decode pt2"):
+            return checks
+
+    fakes.install(monkeypatch, "llama_export.verify", verify=verify)
+    return calls
+
+
+def test_a_figure_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install(monkeypatch, GOOD)
+    result = invoke("verify", "a bundle")
+    assert result.exit_code == 0
+    assert "parity  decode  pt2     1.25e-06  0.0001  ok" in result.stdout
+    assert "1 of 1 checks passed" in result.stdout
+    assert result.stderr == "check decode pt2: 0.0 s\n"
+    assert calls == [(Path("a bundle"), None)]
+
+
+def test_formats_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install(monkeypatch, GOOD)
+    assert invoke("verify", "b", "--format", "pt2", "--format", "onnx").exit_code == 0
+    assert calls == [(Path("b"), ("pt2", "onnx"))]
+
+
+def test_a_failed_check_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, GOOD, BAD)
+    result = invoke("verify", "b")
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: b: 1 of 2 checks failed; the first: parity prefill aoti (first at position 3)"
+    ]
+
+
+def test_json_is_one_object_in_either_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, GOOD)
+    result = invoke("verify", "b", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"bundle": "b", "passed": True, "checks": [vars(GOOD)]}
+
+    install(monkeypatch, GOOD, BAD)
+    result = invoke("verify", "b", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["passed"] is False
+    assert found["checks"][1]["figure"] is None
+    assert found["error"]["kind"] == "VerificationError"
+
+
+def test_nothing_to_check_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    result = invoke("verify", "b")
+    assert result.exit_code == 1
+    assert "no program was checked" in result.stderr
