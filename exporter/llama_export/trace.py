@@ -88,9 +88,9 @@ def _module(job: Job, returns_states: bool) -> torch.nn.Module:
         return entry(*args), [tensor for state in args[-1] for tensor in state]
 
     # `forward` on the instance, so that parameter names stay those of the checkpoint.
-    llama.forward = (  # type: ignore[method-assign, assignment]
-        with_states if returns_states and job.signature.states else entry
-    )
+    has_states = bool(job.signature.states)
+    forward: Any = with_states if returns_states and has_states else entry
+    llama.forward = forward  # type: ignore[method-assign]
     return llama
 
 

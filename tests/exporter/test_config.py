@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import pytest
-from tests.tiny import ABSENT, tiny_config, tiny_tensors
 
 from llama_artifacts.errors import CheckpointError
 from llama_export.checkpoint.config import (
@@ -21,6 +20,7 @@ from llama_export.checkpoint.layout import (
     parameter_count,
 )
 from llama_export.checkpoint.source import TensorInfo
+from tests.tiny import ABSENT, tiny_config, tiny_tensors
 
 WHERE = "model/config.json"
 

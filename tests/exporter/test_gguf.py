@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny import write_tiny
-from tests.tiny_gguf import gguf_name, permute, write_tiny_gguf
 
 from llama_artifacts.errors import CheckpointError
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
 from llama_export.checkpoint.gguf import QUANTISED_TYPES, GgufCheckpoint
 from llama_export.checkpoint.gguf_header import read_header
 from llama_export.checkpoint.source import Checkpoint, Source, TensorInfo
+from tests.tiny import write_tiny
+from tests.tiny_gguf import gguf_name, permute, write_tiny_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
 

@@ -8,13 +8,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from tests.exporter.test_gguf_tokenizer import write_tokenizer
-from tests.tiny import write_tiny
-from tests.tiny_gguf import write_tiny_gguf
 
 from llama_artifacts.errors import CheckpointError, LlamaExportError
 from llama_export.checkpoint.gguf import GgufCheckpoint
 from llama_export.checkpoint.gguf_header import read_header
+from tests.exporter.test_gguf_tokenizer import write_tokenizer
+from tests.tiny import write_tiny
+from tests.tiny_gguf import write_tiny_gguf
 
 U32, F32, STRING, ARRAY, U64 = 4, 6, 8, 9, 10
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import write_tiny
-from tests.tiny_gguf import write_tiny_gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors, trainers
 from tokenizers import pre_tokenizers as pre
 
 from llama_artifacts.errors import TokenizerError
 from llama_export.checkpoint.gguf import GgufCheckpoint
+from tests.tiny import write_tiny
+from tests.tiny_gguf import write_tiny_gguf
 
 # The pre-tokenizers as the published tokenizer.json of each kind have them.
 LLAMA3_REGEX = (

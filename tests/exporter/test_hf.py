@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny import ABSENT, CHAT_TEMPLATE, tiny_config, tiny_tensors, write_tiny, write_weights
 from tokenizers import Tokenizer
 
 from llama_artifacts.errors import CheckpointError, TokenizerError
@@ -17,6 +16,7 @@ from llama_artifacts.safetensors import read_header
 from llama_export.checkpoint.hf import HfCheckpoint
 from llama_export.checkpoint.layout import expected_tensors
 from llama_export.checkpoint.source import Checkpoint, Source
+from tests.tiny import ABSENT, CHAT_TEMPLATE, tiny_config, tiny_tensors, write_tiny, write_weights
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARD_2 = "model-00002-of-00002.safetensors"

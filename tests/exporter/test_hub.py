@@ -11,13 +11,13 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants, errors
-from tests.tiny import tiny_config, tiny_tensors, write_tiny
 
 from llama_artifacts.errors import CheckpointError
 from llama_artifacts.safetensors import read_header
 from llama_export.checkpoint import hub
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import Source
+from tests.tiny import tiny_config, tiny_tensors, write_tiny
 
 # The HTTP library of the installed huggingface_hub: httpx or its successor.
 http: Any = importlib.import_module(errors.HfHubHTTPError.__bases__[0].__module__.split(".")[0])

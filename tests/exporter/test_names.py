@@ -3,11 +3,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.tiny_gguf import gguf_name
 
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
 from llama_export.checkpoint.layout import expected_tensors
 from llama_export.checkpoint.names import to_gguf, to_hf
+from tests.tiny_gguf import gguf_name
 
 CONFIG = LlamaConfig(
     vocab_size=100,

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import write_tiny
 
 from llama_artifacts.errors import CheckpointError
 from llama_export import presets
@@ -12,6 +11,7 @@ from llama_export.checkpoint import hub
 from llama_export.checkpoint import open as opening
 from llama_export.checkpoint.hf import HfCheckpoint
 from llama_export.checkpoint.open import open_checkpoint
+from tests.tiny import write_tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

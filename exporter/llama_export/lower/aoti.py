@@ -18,6 +18,7 @@ from torch.export.passes import move_to_device_pass
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
 from llama_export.checkpoint.source import TensorInfo
+from llama_export.lower.archive import repack
 from llama_export.lower.backend import Lowered, Place
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace
@@ -53,6 +54,7 @@ class AotiBackend:
         path = str(place.folder / file)
         with inductor_config.patch(options), _quiet():
             aoti_compile_and_package(program, package_path=path)
+        repack(place.folder / file)
         bound = set(aoti_load_package(path).get_constant_fqns())
         constants = tuple(name for name in job.weights if name in bound)
         return Lowered(file, target, {"torch": minor(torch.__version__)}, constants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from llama_artifacts.manifest import Target
+from llama_export.lower.archive import repack
 from llama_export.lower.backend import Lowered, Place
 from llama_export.model.llama import Formulation
 from llama_export.trace import Job, as_kind, trace
@@ -28,5 +29,6 @@ class Pt2Backend:
             program.state_dict[name] = as_kind(tensor, torch.empty(0, dtype=tensor.dtype))
         file = f"{job.spec.name}.pt2" if place.device == "cpu" else f"{job.spec.name}.cuda.pt2"
         torch.export.save(program, place.folder / file)
+        repack(place.folder / file)
         target = Target("cpu" if place.device == "cpu" else "cuda")
         return Lowered(file, target, {"torch": minor(torch.__version__)}, tuple(job.weights))
