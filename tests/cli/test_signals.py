@@ -85,6 +85,24 @@ def test_native_code_that_never_returns_is_cut_off(tmp_path: Path) -> None:
     assert seconds < 2.5  # 1.5, and room for a busy machine
 
 
+def test_exit_handlers_of_libraries_are_not_waited_for(tmp_path: Path) -> None:
+    work = f"import atexit; atexit.register(time.sleep, 60); {SLEEP}"
+    status, _, _, seconds = stop(work, signal.SIGINT, tmp_path / "b")
+    assert status == 130
+    assert seconds < 1.4
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ValueError"])
+def test_an_interrupt_that_a_library_swallows_still_ends_the_command(
+    tmp_path: Path, then: str
+) -> None:
+    work = f"exec({f'try: {SLEEP}{chr(10)}except KeyboardInterrupt: {then}'!r})"
+    status, _, stderr, _ = stop(work, signal.SIGINT, tmp_path / "b")
+    assert status == 130
+    assert "Traceback" not in stderr
+
+
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     work = f"{READY}; time.sleep(0.3); raise SystemExit(7)"
     script = SCRIPT.replace("default_int_handler", "SIG_IGN").format(work=work)

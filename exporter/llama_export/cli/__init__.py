@@ -111,7 +111,7 @@ def command_line(ctx: click.Context) -> None:
 
 def main() -> None:
     """The console script: runs the command of `sys.argv` and exits."""
-    signals.install()
     errors.quiet_warnings()
     output.prepare()
-    command_line.main(prog_name=PROGRAM)
+    with signals.handled():
+        command_line.main(prog_name=PROGRAM)

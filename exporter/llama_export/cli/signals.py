@@ -5,48 +5,70 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-_GRACE_SECONDS = {signal.SIGINT: 1.5, signal.SIGTERM: 8.0, signal.SIGHUP: 8.0}
-"""How long a command may take to end; a native call that never returns is then cut off."""
+_GRACE_SECONDS = {int(signal.SIGINT): 1.5, int(signal.SIGTERM): 8.0, int(signal.SIGHUP): 8.0}
+"""How long a command may take to end; a native call that does not return is then cut off."""
 
 
-def install() -> None:
-    """Handles the signals, except those that the parent process chose to ignore.
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+    """Handles the signals while the block runs, except those that the parent chose to ignore.
 
     The first signal is passed on to the processes that the command started (compilers), and
     raises KeyboardInterrupt or SystemExit in the main thread; later ones are ignored, so that
-    they do not interrupt the clean-up.
+    they do not interrupt the clean-up. When the block has ended, so has the process: the exit
+    handlers of libraries, which may wait for their threads, do not run.
     """
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        received.append(number)
+        for other in _GRACE_SECONDS:
+            signal.signal(other, signal.SIG_IGN)
+        _send(signal.SIGTERM)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    _start_watch()
+    for number in _GRACE_SECONDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        if received:
+            _end(received[0])
+
+
+def _start_watch() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     # The interpreter writes the number here at once, even while the main thread is in native code.
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(read_end,), daemon=True).start()
-    for number in _GRACE_SECONDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _stop)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    for other in _GRACE_SECONDS:
-        signal.signal(other, signal.SIG_IGN)
-    _send(signal.SIGTERM)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
 
 
 def _watch(read_end: int) -> None:
-    grace = {int(number): seconds for number, seconds in _GRACE_SECONDS.items()}
     number = 0
-    while number not in grace:
+    while number not in _GRACE_SECONDS:
         number = os.read(read_end, 1)[0]
-    time.sleep(grace[number])
+    time.sleep(_GRACE_SECONDS[number])
+    _send(signal.SIGKILL)
+    os._exit(128 + number)
+
+
+def _end(number: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+            stream.flush()
     _send(signal.SIGKILL)
     os._exit(128 + number)
 
