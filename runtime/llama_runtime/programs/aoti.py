@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 
 import torch
-from torch._inductor import aoti_load_package
 
 from llama_artifacts.errors import IntegrityError
 from llama_runtime.programs.base import Loading

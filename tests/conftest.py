@@ -1,0 +1,38 @@
+"""Fixtures that are expensive: each is made once per session of tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_export.build import build
+from llama_export.recipe import Recipe
+from tests.tiny import write_tiny
+
+ALL_ENTRIES = ("forward", "next_token", "prefill", "decode", "decode_rows")
+TINY_MAX_SEQ = 256
+TINY_BATCH = 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are deselected, not skipped, where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama in float32 with grouped heads and a tokenizer."""
+    return write_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every entry in every format, two rows, 256 positions, float32. Do not write into it."""
+    output = tmp_path_factory.mktemp("bundle") / "tiny"
+    recipe = Recipe(
+        str(tiny_checkpoint), output, ALL_ENTRIES, max_seq=TINY_MAX_SEQ, batch=TINY_BATCH
+    )
+    return build(recipe).folder
