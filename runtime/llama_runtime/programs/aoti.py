@@ -7,10 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
+# What torch._inductor.aoti_load_package wraps; importing the whole compiler takes a second.
+from torch._C._aoti import AOTIModelPackageLoader
+
 from llama_artifacts.errors import IntegrityError
 from llama_runtime.programs.base import Loading
 
-# The package loader unpacks and links; two at once have been seen to fail.
+# The package loader unpacks and links; it does not promise that two at once go well.
 _LOADING = threading.Lock()
 
 
@@ -18,12 +21,10 @@ class AotiProgram:
     """See `Program`. Keeps the weights alive, since the native code holds bare pointers."""
 
     def __init__(self, loading: Loading) -> None:
-        index = loading.device.index if loading.device.type == "cuda" else -1
+        index = -1 if loading.device.index is None else loading.device.index
         with _LOADING:
             try:
-                model = aoti_load_package(
-                    str(loading.path), device_index=-1 if index is None else index
-                )
+                loader = AOTIModelPackageLoader(str(loading.path), "model", False, 1, index)
             except RuntimeError as cause:
                 raise IntegrityError(
                     f"cannot be loaded: {str(cause).splitlines()[0]}",
@@ -31,14 +32,15 @@ class AotiProgram:
                     hint="build the bundle again on this machine",
                 ) from cause
         self._weights = {name: loading.weights[name] for name in loading.program.constants}
-        names = set(model.get_constant_fqns())
+        names = set(loader.get_constant_fqns())
         if names != self._weights.keys():
             odd = sorted(names ^ self._weights.keys())[0]
             raise IntegrityError(
                 f"its constants are not the manifest's: `{odd}`", where=loading.path
             )
-        model.load_constants(self._weights, check_full_update=True, user_managed=True)
-        self._run = model.loader.boxed_run
+        # The active buffer, every constant given, the memory ours, no copy to another device.
+        loader.load_constants(self._weights, False, True, True, False)
+        self._run = loader.boxed_run
 
     def run(
         self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
