@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from llama_export.build import build
 from llama_export.recipe import Recipe
@@ -31,8 +33,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every entry in every format, two rows, 256 positions, float32. Do not write into it."""
-    output = tmp_path_factory.mktemp("bundle") / "tiny"
-    recipe = Recipe(
-        str(tiny_checkpoint), output, ALL_ENTRIES, max_seq=TINY_MAX_SEQ, batch=TINY_BATCH
-    )
-    return build(recipe).folder
+    folder = shared_folder(tmp_path_factory)
+    output = folder / "tiny bundle"
+    with FileLock(folder / "tiny.lock"):
+        if not output.exists():
+            recipe = Recipe(
+                str(tiny_checkpoint), output, ALL_ENTRIES, max_seq=TINY_MAX_SEQ, batch=TINY_BATCH
+            )
+            build(recipe)
+    return output
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session of tests that all of its worker processes share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

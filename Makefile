@@ -1,0 +1,50 @@
+# `make demo` runs the main job on a fresh machine, `make test` passes the tests on one.
+PYTHON ?= python3
+VENV   ?= .venv
+DEMO   ?= .demo
+BIN    := $(VENV)/bin
+BUNDLE := $(DEMO)/smollm2-135m-instruct
+
+# One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: demo test test-fast test-gpu lint format clean ci
+
+demo: $(VENV)/installed
+	@set -e; gguf=$$($(BIN)/python tests/models.py $(DEMO)); \
+	  if [ ! -e $(BUNDLE) ]; then $(BIN)/llama-export build "$$gguf" -o $(BUNDLE); fi
+	$(BIN)/llama-export verify $(BUNDLE)
+	$(BIN)/llama-export run $(BUNDLE) -p "Why is the sky blue?" --max-new 64 --stats
+
+test: $(VENV)/installed-dev
+	$(PYTEST)
+
+test-fast: $(VENV)/installed-dev
+	$(PYTEST) -m "not slow"
+
+test-gpu: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+ci: lint test
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
