@@ -1,0 +1,40 @@
+"""The bundle format: manifest, signatures, dtypes, weights header, errors. Imports no framework."""
+
+from __future__ import annotations
+
+from llama_artifacts.bundle import Bundle, open_bundle
+from llama_artifacts.errors import (
+    BuildError,
+    CheckpointError,
+    CompatibilityError,
+    InputError,
+    IntegrityError,
+    LlamaExportError,
+    ManifestError,
+    SessionError,
+    TokenizerError,
+    VerificationError,
+)
+from llama_artifacts.manifest import Manifest, Program
+from llama_artifacts.signature import Dim, Signature, StateSpec, TensorSpec
+
+__all__ = [
+    "BuildError",
+    "Bundle",
+    "CheckpointError",
+    "CompatibilityError",
+    "Dim",
+    "InputError",
+    "IntegrityError",
+    "LlamaExportError",
+    "Manifest",
+    "ManifestError",
+    "Program",
+    "SessionError",
+    "Signature",
+    "StateSpec",
+    "TensorSpec",
+    "TokenizerError",
+    "VerificationError",
+    "open_bundle",
+]
