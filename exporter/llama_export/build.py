@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +13,8 @@ from pathlib import Path
 from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import check_space, describe, staging
 from llama_artifacts.errors import BuildError
-from llama_artifacts.manifest import WEIGHTS_NAME, Format, Manifest, Model, Program
+from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format, Manifest, Model, Program
+from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import RopeConfig
 from llama_export.checkpoint.layout import parameter_count
 from llama_export.checkpoint.open import open_checkpoint
@@ -31,6 +35,7 @@ from llama_runtime.weights import map_weights
 MIN_MAX_SEQ = 8
 PROGRAM_BYTES = 32 * 2**20
 """What one program is taken to need at most, for the check of free space."""
+MAX_REASON_CHARS = 300
 
 _TOOLCHAIN = ("llama-export", "torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime")
 
@@ -70,24 +75,29 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
     """
     reporter = reporter or Reporter()
     started = time.perf_counter()
-    specs = _specs(recipe)
+    specs, formats = _specs(recipe), _formats(recipe)
     checkpoint = open_checkpoint(
         recipe.model, headers_only=recipe.weights == "none", num_layers=recipe.num_layers
     )
     for note in checkpoint.notes:
         reporter.note(note)
+    _check_name(checkpoint)
     sizes = _sizes(recipe, checkpoint)
-    output = recipe.output if recipe.output is not None else Path(checkpoint.name)
+    output = _output(recipe, checkpoint)
+    for format in formats:
+        with _known_failures(format, output):
+            backend(format).check(recipe.device, recipe.isa)
     plan = plan_weights(checkpoint, compute=sizes.dtype, keeps_stored=recipe.dtype is None)
     weights_bytes = plan.num_bytes if recipe.weights == "copy" else 0
-    num_programs = len(specs) * len(recipe.formats)
+    num_programs = len(specs) * len(formats)
     check_space(output, weights_bytes + num_programs * PROGRAM_BYTES)
     with staging(output) as folder:
         place = _place(recipe, checkpoint, plan, folder, reporter)
         programs, times = [], []
         for spec in specs:
-            for format in recipe.formats:
-                with reporter.step(f"{spec.name} {format}"):
+            for format in formats:
+                step = f"{spec.name} {format}"
+                with reporter.step(step), _known_failures(step, folder):
                     program, spent = _lower(spec, format, sizes, plan, place)
                 programs.append(program)
                 times.append(spent)
@@ -114,11 +124,50 @@ def _specs(recipe: Recipe) -> tuple[EntrySpec, ...]:
     return tuple(registry.find(name) for name in dict.fromkeys(recipe.entries))
 
 
+def _formats(recipe: Recipe) -> tuple[Format, ...]:
+    for name in recipe.formats:
+        if name not in FORMATS:
+            hint = f"known formats: {', '.join(FORMATS)}"
+            raise BuildError(f"unknown format {shown(name)}", hint=hint)
+    if recipe.isa is not None and (recipe.device != "cpu" or "aoti" not in recipe.formats):
+        raise BuildError(
+            f"--isa {recipe.isa} is for aoti programs for the CPU, none of which is built",
+            hint="leave --isa out, or add --format aoti",
+        )
+    return tuple(dict.fromkeys(recipe.formats))
+
+
+def _check_name(checkpoint: Checkpoint) -> None:
+    # The manifest takes no other text; better told now than when everything is built.
+    source = checkpoint.source
+    for text in (checkpoint.name, source.name, source.revision or ""):
+        if not text.isprintable():
+            raise BuildError(
+                f"expected a model's name of printable characters, got {shown(text)}",
+                hint="rename the folder or file",
+            )
+
+
+def _output(recipe: Recipe, checkpoint: Checkpoint) -> Path:
+    if recipe.output is not None:
+        return recipe.output
+    output, model = Path(checkpoint.name), Path(recipe.model)
+    if output.exists() and model.exists() and output.samefile(model):
+        raise BuildError(
+            "the bundle would have the checkpoint's own name",
+            where=output,
+            hint="choose another folder with -o",
+        )
+    return output
+
+
 def _sizes(recipe: Recipe, checkpoint: Checkpoint) -> Sizes:
     config = checkpoint.config
-    preset = find_preset(recipe.model)
-    max_seq = recipe.max_seq or (preset.max_seq if preset else None)
-    max_seq = max_seq or min(config.max_position, DEFAULT_MAX_SEQ)
+    max_seq = recipe.max_seq
+    if max_seq is None:
+        # A folder of a preset's name is not that preset.
+        preset = find_preset(recipe.model) if checkpoint.source.kind == "hub" else None
+        max_seq = min(config.max_position, preset.max_seq if preset else DEFAULT_MAX_SEQ)
     if not MIN_MAX_SEQ <= max_seq <= config.max_position:
         raise BuildError(
             f"expected --max-seq from {MIN_MAX_SEQ} to the model's {config.max_position}, "
@@ -162,6 +211,32 @@ def _lower(
     )
     num_bytes = (place.folder / lowered.file).stat().st_size
     return program, ProgramTime(spec.name, format, time.perf_counter() - started, num_bytes)
+
+
+@contextlib.contextmanager
+def _known_failures(step: str, folder: Path) -> Iterator[None]:
+    """What compilers and writers of archives raise for a full disk and the like, as one line."""
+    try:
+        yield
+    except OSError as cause:
+        name = cause.filename
+        inside = isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
+        if inside or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise  # the output folder's own error, which `staging` tells
+        raise _cannot_be_made(step, cause) from cause
+    except (RuntimeError, subprocess.SubprocessError) as cause:
+        raise _cannot_be_made(step, cause) from cause
+
+
+def _cannot_be_made(step: str, cause: Exception) -> BuildError:
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    telling = [line for line in lines if "error:" in line or "No space" in line]
+    reason = (*telling, *lines, type(cause).__name__)[0]
+    return BuildError(
+        f"cannot be made: {reason[:MAX_REASON_CHARS]}",
+        where=step,
+        hint="is there space in the output folder and in TMPDIR? LLAMA_EXPORT_DEBUG=1 tells more",
+    )
 
 
 def _manifest(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from llama_artifacts.dtypes import from_name, from_torch
 from llama_artifacts.errors import BuildError
-from llama_artifacts.signature import Signature, TensorSpec
+from llama_artifacts.signature import Shape, Signature, TensorSpec
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries.registry import EntrySpec
@@ -68,8 +68,12 @@ def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
     with FakeTensorMode(), torch.no_grad():
         module = _module(job, returns_states)
         args, dynamic = _arguments(job.signature, sizes)
-        program = torch.export.export(module, args, dynamic_shapes=dynamic, strict=False)
-    _ensure(program, job)
+        try:
+            program = torch.export.export(module, args, dynamic_shapes=dynamic, strict=False)
+        except (RuntimeError, ValueError) as cause:  # torch has no narrower common type
+            lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+            raise _fault(job, f"torch.export refuses it: {(*lines, 'no reason')[0]}") from cause
+    _ensure(program, job, returns_states=returns_states)
     return program
 
 
@@ -131,7 +135,7 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch_dtype(spec.dtype))
 
 
-def _ensure(program: ExportedProgram, job: Job) -> None:
+def _ensure(program: ExportedProgram, job: Job, *, returns_states: bool) -> None:
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     called = []
     for spec in program.graph_signature.input_specs:
@@ -145,8 +149,9 @@ def _ensure(program: ExportedProgram, job: Job) -> None:
     declared += [(spec.name, spec.dtype, spec.shape) for spec in job.signature.states]
     if len(called) != len(declared):
         _fail(job, f"the graph takes {len(called)} tensors, declared are {len(declared)}")
+    symbols: dict[Any, str] = {}
     for node, (name, dtype, shape) in zip(called, declared, strict=True):
-        _ensure_tensor(program, job, node.meta["val"], name, dtype, shape)
+        _ensure_tensor(program, job, symbols, node.meta["val"], name, dtype, shape)
     for node in called[len(job.signature.inputs) :]:
         if not any(_is_written(user, node) for user in node.users):
             _fail(job, f"state `{node.name}` is never written")
@@ -156,12 +161,24 @@ def _ensure(program: ExportedProgram, job: Job) -> None:
         if isinstance(spec.arg, TensorArgument)
     ]
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    for argument, tensor in zip(outputs, job.signature.outputs, strict=False):
-        _ensure_tensor(program, job, values[argument.name], tensor.name, tensor.dtype, tensor.shape)
+    results: list[tuple[str, str, Shape]]
+    results = [(spec.name, spec.dtype, spec.shape) for spec in job.signature.outputs]
+    if returns_states:
+        results += [(spec.name, spec.dtype, spec.shape) for spec in job.signature.states]
+    if len(outputs) != len(results):
+        _fail(job, f"the graph gives {len(outputs)} tensors, declared are {len(results)}")
+    for argument, (name, dtype, shape) in zip(outputs, results, strict=True):
+        _ensure_tensor(program, job, symbols, values[argument.name], name, dtype, shape)
 
 
 def _ensure_tensor(
-    program: ExportedProgram, job: Job, value: Any, name: str, dtype: str, shape: Any
+    program: ExportedProgram,
+    job: Job,
+    symbols: dict[Any, str],
+    value: Any,
+    name: str,
+    dtype: str,
+    shape: Shape,
 ) -> None:
     actual = from_torch(value.dtype).name
     if actual != dtype or len(value.shape) != len(shape):
@@ -178,7 +195,9 @@ def _ensure_tensor(
         bounds = program.range_constraints.get(symbol) if symbol is not None else None
         if bounds is None:
             _fail(job, f"`{name}`: dimension {declared} is {size} in the graph, not dynamic")
-        elif not (bounds.lower <= max(dim.min, 2) and dim.max <= bounds.upper):
+        elif symbols.setdefault(symbol, declared) != declared:
+            _fail(job, f"`{name}`: {declared} is {symbols[symbol]} in the graph")
+        elif not (bounds.lower <= dim.min and dim.max <= bounds.upper):
             _fail(
                 job,
                 f"`{name}`: {declared} is {bounds} in the graph, promised {dim.min} to {dim.max}",
@@ -195,7 +214,10 @@ def _is_written(user: torch.fx.Node, state: torch.fx.Node) -> bool:
     )
 
 
-def _fail(job: Job, message: str) -> None:
-    raise BuildError(
-        f"{job.spec.name}: {message}", hint="this is a fault of llama-export; report it"
-    )
+def _fail(job: Job, message: str) -> NoReturn:
+    raise _fault(job, message)
+
+
+def _fault(job: Job, message: str) -> BuildError:
+    hint = "this is a fault of llama-export; report it"
+    return BuildError(f"{job.spec.name}: {message}", hint=hint)

@@ -6,6 +6,8 @@ are filled with a large number before use, so that a read of what was never writ
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 import llama_runtime
 from llama_artifacts.bundle import check_digest, open_bundle
-from llama_artifacts.errors import IntegrityError, VerificationError
+from llama_artifacts.errors import IntegrityError, LlamaExportError, VerificationError
 from llama_artifacts.manifest import WEIGHTS_NAME, Check, Format, Manifest, Program
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
 from llama_export.model.llama import Formulation, Llama
@@ -29,6 +31,8 @@ LIMITS = {"f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
 
 POISON = 1e4
 NUM_TOKENS = 24
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,9 @@ def _run_programs(
         if formats is not None and program.format not in formats:
             continue
         name = f"{program.entry} {program.format}"
+        if program.entry not in _DRIVERS:
+            reporter.note(f"{name}: an entry that this version does not know, not run here")
+            continue
         if not compat.fits(program, device=_device(program), allow_native=True):
             reporter.note(f"{name}: made for another machine, not run here")
             continue
@@ -138,7 +145,12 @@ class _Oracle:
         )
         model = Llama(_config(manifest), Formulation(torch.float32, reads_positions=False))
         weights = map_weights(folder / WEIGHTS_NAME)
-        model.load_state_dict(weights, strict=True, assign=True)
+        try:
+            model.load_state_dict(weights, strict=True, assign=True)
+        except RuntimeError as cause:
+            where = folder / WEIGHTS_NAME
+            message = "the weights are not those of the network in the manifest"
+            raise IntegrityError(message, where=where, hint="build the bundle again") from cause
         with torch.no_grad():
             self.logits = model(self.tokens)
 
@@ -163,17 +175,35 @@ def _config(manifest: Manifest) -> LlamaConfig:
 
 
 def _parity(folder: Path, program: Program, oracle: _Oracle) -> CheckResult:
+    limit = LIMITS[program.dtype]
+    try:
+        actual, expected = _run(folder, program, oracle)
+    except Exception as cause:  # a wrong program may fail in any way, and every way is a verdict
+        if isinstance(cause, LlamaExportError):
+            reason = str(cause)
+        else:
+            reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        _log.debug("%s %s failed", program.entry, program.format, exc_info=cause)
+        detail = f"cannot be run: {reason:.300}"
+        return CheckResult("parity", program.entry, program.format, math.nan, limit, False, detail)
+    difference = (actual.float().cpu() - expected).abs()
+    largest = float(difference.max())  # NaN if any is
+    figure = largest / float(expected.abs().max())
+    passed = figure <= limit  # False for NaN too
+    worst = difference.isnan() if math.isnan(largest) else difference == largest
+    place = tuple(int(i) for i in torch.nonzero(worst)[0])
+    detail = f"max diff {largest:.3g} at {place}, relative limit {limit:g}"
+    return CheckResult("parity", program.entry, program.format, figure, limit, passed, detail)
+
+
+def _run(folder: Path, program: Program, oracle: _Oracle) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the program gives, and what it must give."""
     bundle = llama_runtime.load(folder, device=program.target.device, format=program.format)
     entry = bundle.entry(program.entry)
     actual, expected = _DRIVERS[program.entry](entry, oracle)
-    difference = (actual.float().cpu() - expected).abs()
-    figure = float(difference.max() / expected.abs().max())
-    limit = LIMITS[program.dtype]
-    passed = bool(figure <= limit)  # False for NaN too
-    worst = torch.nonzero(difference == difference.max())
-    place = tuple(int(i) for i in worst[0]) if len(worst) else "NaN"
-    detail = f"max diff {float(difference.max()):.3g} at {place}, relative limit {limit:g}"
-    return CheckResult("parity", program.entry, program.format, figure, limit, passed, detail)
+    if actual.shape != expected.shape:
+        raise VerificationError(f"expected {list(expected.shape)}, got {list(actual.shape)}")
+    return actual, expected
 
 
 def _poisoned(entry: Entry) -> States:

@@ -22,7 +22,7 @@ def check(program: Program, *, device: str, allow_native: bool) -> None:
     Raises:
         CompatibilityError: with the first reason.
     """
-    reason = _reason(program, device.partition(":")[0], allow_native)
+    reason = _reason(program, device, allow_native)
     if reason is not None:
         message, hint = reason
         raise CompatibilityError(message, where=program.file, hint=hint)
@@ -30,20 +30,21 @@ def check(program: Program, *, device: str, allow_native: bool) -> None:
 
 def fits(program: Program, *, device: str, allow_native: bool) -> bool:
     """Whether `check` would pass."""
-    return _reason(program, device.partition(":")[0], allow_native) is None
+    return _reason(program, device, allow_native) is None
 
 
 def _reason(program: Program, device: str, allow_native: bool) -> tuple[str, str] | None:
     rebuild = f"build it for this machine: `llama-export build ... --format {program.format}`"
     target = program.target
-    if target.device != device:
-        hint = f"load it with device={target.device!r}, or build it with --device {device}"
+    kind = device.partition(":")[0]
+    if target.device != kind:
+        hint = f"load it with device={target.device!r}, or build it with --device {kind}"
         return f"made for {target.device}, asked for {device}", hint
     if program.format == "aoti" and not allow_native:
         return "native code, which --no-native refuses", "use --format pt2 or onnx"
     if program.format == "onnx":
         return _onnxruntime_reason(program.requires.get("onnxruntime", "0"))
-    made, here = program.requires.get("torch", ""), version("torch") or "none"
+    made, here = program.requires.get("torch", "unknown"), version("torch") or "none"
     if minor(here) != made:
         return f"made with torch {made}, this is {here}", f"install torch {made}.*, or {rebuild}"
     if target.machine is not None and target.machine != architecture():
@@ -51,7 +52,7 @@ def _reason(program: Program, device: str, allow_native: bool) -> tuple[str, str
     lacking = sorted(set(target.cpu_flags) - cpu_flags())
     if lacking:
         return f"needs CPU features that this machine lacks: {', '.join(lacking)}", rebuild
-    return _capability_reason(target.capability, rebuild)
+    return _capability_reason(target.capability, device, rebuild)
 
 
 def _onnxruntime_reason(needed: str) -> tuple[str, str] | None:
@@ -63,14 +64,14 @@ def _onnxruntime_reason(needed: str) -> tuple[str, str] | None:
     return None
 
 
-def _capability_reason(capability: str | None, rebuild: str) -> tuple[str, str] | None:
+def _capability_reason(capability: str | None, device: str, rebuild: str) -> tuple[str, str] | None:
     if capability is None:
         return None
     import torch
 
     if not torch.cuda.is_available():
         return "made for CUDA, and no CUDA device is here", rebuild
-    major, minor_ = torch.cuda.get_device_capability()
+    major, minor_ = torch.cuda.get_device_capability(device)
     if f"{major}.{minor_}" != capability:
         message = f"made for compute capability {capability}, this device has {major}.{minor_}"
         return message, rebuild

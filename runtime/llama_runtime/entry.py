@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from llama_artifacts.errors import InputError
+from llama_artifacts.errors import InputError, IntegrityError
 from llama_artifacts.manifest import Program as ProgramRecord
-from llama_artifacts.signature import Signature, TensorSpec, check_values
+from llama_artifacts.signature import Signature, check_values
 from llama_runtime.programs.base import Program
-from llama_runtime.states import States, check_tensor, torch_dtype
+from llama_runtime.states import States, as_tensor, check_tensor, torch_dtype
 
 _CPU = torch.device("cpu")
 
@@ -27,6 +27,7 @@ class Entry:
     Raises:
         InputError: an input or state is not what the signature declares, or a value (a token, a
             position) is out of its bounds. Nothing has run then.
+        IntegrityError: the program ran and gave something else than the signature declares.
     """
 
     def __init__(self, record: ProgramRecord, program: Program, device: torch.device) -> None:
@@ -52,7 +53,7 @@ class Entry:
     ) -> list[torch.Tensor]:
         """As a call, but always a list of outputs."""
         tensors = {
-            spec.name: _as_tensor(spec, inputs[spec.name])
+            spec.name: as_tensor(spec.name, spec.dtype, inputs[spec.name])
             for spec in self.signature.inputs
             if spec.name in inputs
         }
@@ -65,27 +66,36 @@ class Entry:
                 smallest, largest = tensor.aminmax()
                 check_values(spec, int(smallest), int(largest), sizes)
         flat = [tensors[spec.name].to(self.device) for spec in self.signature.inputs]
-        return self._program.run(flat, self._checked(states), sizes)
+        outputs = self._program.run(flat, self._checked(states), sizes)
+        self._check_outputs(outputs, sizes)
+        return outputs
+
+    def _check_outputs(self, outputs: list[torch.Tensor], sizes: Mapping[str, int]) -> None:
+        found = [(output.dtype, tuple(output.shape)) for output in outputs]
+        declared = [
+            (torch_dtype(spec.dtype), tuple(sizes.get(str(size), size) for size in spec.shape))
+            for spec in self.signature.outputs
+        ]
+        if found != declared:
+            raise IntegrityError(
+                f"`{self.name}` in {self.format} gave {found}, its signature declares {declared}",
+                hint="build the bundle again",
+            )
 
     def _checked(self, states: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
         specs = self.signature.states
         if not specs:
-            if states:
-                raise InputError(f"`{self.name}` has no states, got {len(states)}")
+            if states is not None and not (isinstance(states, Mapping) and len(states) == 0):
+                raise InputError(
+                    f"`{self.name}` has no states, got a {type(states).__name__}",
+                    where="states",
+                    hint="pass inputs by name",
+                )
             return []
         if states is None:
-            raise InputError(f"`{self.name}` needs its states", hint="pass entry.new_states()")
-        if not isinstance(states, States) or states.specs != specs:
+            raise InputError(
+                f"`{self.name}` needs its states", where="states", hint="pass entry.new_states()"
+            )
+        if not isinstance(states, States) or (states.specs, states.device) != (specs, self.device):
             states = States(specs, states, self.device)
         return states.tensors()
-
-
-def _as_tensor(spec: TensorSpec, value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    try:
-        return torch.tensor(value, dtype=torch_dtype(spec.dtype))
-    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
-        raise InputError(
-            f"expected {spec.dtype} numbers, got {value!r:.60}", where=spec.name
-        ) from cause

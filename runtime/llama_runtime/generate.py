@@ -36,7 +36,7 @@ class TokenStream:
     ) -> None:
         if isinstance(max_new, bool) or not isinstance(max_new, int) or max_new < 1:
             raise InputError(f"expected at least 1 new token, got {max_new!r}", where="max_new")
-        self.prompt_tokens = list(prompt)
+        self.prompt_tokens: list[int] = session.checked(prompt)[0].tolist()
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._steps = self._generate(session, max_new, Sampler(params), frozenset(stop_tokens))
@@ -58,7 +58,7 @@ class TokenStream:
                 return
             self.tokens.append(token)
             yield token
-            if len(self.tokens) == max_new or session.position == session.capacity:
+            if len(self.tokens) == max_new :
                 self.finish_reason = "length"
                 return
             logits = session.decode(token)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -11,7 +13,15 @@ import torch
 
 from llama_artifacts.bundle import Bundle, check_digest, open_bundle
 from llama_artifacts.errors import CompatibilityError, InputError, TokenizerError
-from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format, Manifest, Program
+from llama_artifacts.manifest import (
+    CHAT_TEMPLATE_NAME,
+    FORMATS,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+    Format,
+    Manifest,
+    Program,
+)
 from llama_runtime import compat
 from llama_runtime.entry import Entry
 from llama_runtime.generate import Generation, TokenStream
@@ -23,6 +33,8 @@ from llama_runtime.weights import map_weights
 
 # Fastest first; taken in this order where the caller names no format.
 _PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
+
+_TOKENIZER_FILES = (TOKENIZER_NAME, "tokenizer_config.json", CHAT_TEMPLATE_NAME)
 
 Message = Mapping[str, str]
 
@@ -55,6 +67,9 @@ def load(
     if format is not None and format not in FORMATS:
         raise InputError(f"expected one of {', '.join(FORMATS)}, got `{format}`", where="format")
     bundle = open_bundle(Path(path))
+    # Programs are opened later, perhaps from another working folder.
+    bundle = replace(bundle, folder=bundle.folder.absolute())
+    place = _device(device)
     if bundle.manifest.weights == "none":
         raise CompatibilityError(
             "the bundle holds programs without weights",
@@ -62,14 +77,17 @@ def load(
             hint="build it with --weights copy to run it",
         )
     if threads is not None:
-        if threads < 1:
-            raise InputError(f"expected at least 1, got {threads}", where="threads")
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise InputError(f"expected at least 1, got {threads!r}", where="threads")
         torch.set_num_threads(threads)
-    return LoadedBundle(bundle, _device(device), format, threads, allow_native)
+    return LoadedBundle(bundle, place, format, threads, allow_native)
 
 
 class LoadedBundle:
-    """A bundle on a device. Entries and sessions made from it share one copy of the weights."""
+    """A bundle on a device. Entries and sessions made from it share one copy of the weights.
+
+    Safe to ask for entries from several threads; what it gives out is not safe to share.
+    """
 
     def __init__(
         self,
@@ -85,6 +103,8 @@ class LoadedBundle:
         self._threads = threads
         self._allow_native = allow_native
         self._entries: dict[str, Entry] = {}
+        self._weights: dict[str, torch.Tensor] | None = None
+        self._lock = threading.RLock()
 
     @property
     def manifest(self) -> Manifest:
@@ -96,13 +116,16 @@ class LoadedBundle:
         """The bundle's folder."""
         return self._bundle.folder
 
-    @cached_property
+    @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Every weight by name, on the device; on the CPU a read-only use of the mapped file."""
-        weights = map_weights(self._bundle.path(WEIGHTS_NAME))
-        if self._device.type == "cpu":
-            return weights
-        return {name: tensor.to(self._device) for name, tensor in weights.items()}
+        with self._lock:
+            if self._weights is None:
+                weights = map_weights(self._bundle.path(WEIGHTS_NAME))
+                if self._device.type != "cpu":
+                    weights = {name: tensor.to(self._device) for name, tensor in weights.items()}
+                self._weights = weights
+            return self._weights
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -110,11 +133,15 @@ class LoadedBundle:
 
         Raises:
             TokenizerError: the bundle has none.
+            IntegrityError: one of its files is damaged.
         """
         if self.manifest.tokenizer is None:
             raise TokenizerError(
                 "the bundle has no tokenizer", where=self.folder, hint="use token ids (--tokens)"
             )
+        for name in _TOKENIZER_FILES:
+            if name in self.manifest.files:
+                check_digest(self._bundle, name)
         return Tokenizer.load(self.folder)
 
     def entry(self, name: str) -> Entry:
@@ -125,18 +152,19 @@ class LoadedBundle:
             CompatibilityError: none of its programs fits the machine, or the format asked for.
             IntegrityError: the program's file is damaged.
         """
-        if name not in self._entries:
-            program = self._choose(name)
-            check_digest(self._bundle, program.file)
-            loading = Loading(
-                path=self._bundle.path(program.file),
-                program=program,
-                weights=self.weights,
-                device=self._device,
-                threads=self._threads,
-            )
-            self._entries[name] = Entry(program, load_program(loading), self._device)
-        return self._entries[name]
+        with self._lock:
+            if name not in self._entries:
+                program = self._choose(name)
+                check_digest(self._bundle, program.file)
+                loading = Loading(
+                    path=self._bundle.path(program.file),
+                    program=program,
+                    weights=self.weights,
+                    device=self._device,
+                    threads=self._threads,
+                )
+                self._entries[name] = Entry(program, load_program(loading), self._device)
+            return self._entries[name]
 
     def session(self) -> Session:
         """A new conversation at position 0."""
@@ -224,8 +252,12 @@ class LoadedBundle:
                     raise InputError("a system message needs a chat", where="system")
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        elif not prompt or not isinstance(prompt[0], Mapping):
+        elif len(prompt) == 0 or not isinstance(prompt[0], Mapping):
+            if chat or system is not None:
+                raise InputError("token ids are no chat", where="chat" if chat else "system")
             return list(prompt)  # type: ignore[arg-type]
+        elif chat is False:
+            raise InputError("messages are a chat", where="chat")
         messages = [dict(message) for message in prompt]  # type: ignore[arg-type]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
@@ -247,7 +279,7 @@ class LoadedBundle:
                 hint=f"it is there in {', '.join(p.format for p in programs)}",
             )
         wanted.sort(key=lambda program: _PREFERENCE.index(program.format))
-        device, native = self._device.type, self._allow_native
+        device, native = str(self._device), self._allow_native
         fitting = [p for p in wanted if compat.fits(p, device=device, allow_native=native)]
         chosen = (fitting or wanted)[0]
         compat.check(chosen, device=device, allow_native=native)
@@ -256,7 +288,7 @@ class LoadedBundle:
 
 def _device(name: str) -> torch.device:
     try:
-        device = torch.device(name)
+        device = torch.device(str(name))
     except RuntimeError as cause:
         raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device") from cause
     if device.type == "cuda":
@@ -265,7 +297,10 @@ def _device(name: str) -> torch.device:
                 "no CUDA device is here",
                 hint="load with device cpu, or install a CUDA build of torch",
             )
-        return torch.device("cuda", device.index or 0)
+        index, count = device.index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise CompatibilityError(f"no device `{name}`: this machine has {count} CUDA device(s)")
+        return torch.device("cuda", index)
     if device.type != "cpu":
         raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device")
     return torch.device("cpu")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llama_artifacts.errors import InputError, SessionError
+from llama_artifacts.signature import TensorSpec, check_values
 from llama_runtime.entry import Entry
+from llama_runtime.states import as_tensor
 
 if TYPE_CHECKING:
     from llama_runtime.loader import LoadedBundle
@@ -40,10 +42,13 @@ class Session:
             )
         if self._prefill and self._decode:
             _check_same_states(self._prefill, self._decode)
+        self._tokens, pos = _inputs(entry)
         self._states = entry.new_states()
         self._rows = bundle.manifest.batch
         self._is_broken = False
         self.capacity = bundle.manifest.max_seq - 1
+        if pos.values is not None:
+            self.capacity = min(self.capacity, pos.values.max + 1)
         self.position = 0
 
     def prefill(self, tokens: Tokens) -> torch.Tensor:
@@ -56,24 +61,35 @@ class Session:
             InputError: no token, an unknown one, or more than the positions that are left.
             SessionError: an earlier call failed; `reset` first.
         """
-        rows = self._as_rows(tokens)
-        num_tokens = rows.shape[1]
-        if self.position + num_tokens > self.capacity:
-            raise InputError(
-                f"{num_tokens} tokens do not fit: {self.position} + {num_tokens} positions "
-                f"are more than the capacity of {self.capacity}",
-                hint="shorten the prompt, or build with a larger --max-seq",
-            )
         logits = None
-        for chunk in rows.split(self._chunk_len(), dim=1):
+        for chunk in self.checked(tokens).split(self._chunk_len(), dim=1):
             logits = self._step(chunk.contiguous())
         assert logits is not None
         return logits
 
     def decode(self, token: int | Sequence[int]) -> torch.Tensor:
         """Feeds one token: an id for every row, or one id a row; otherwise as `prefill`."""
-        tokens = [token] if isinstance(token, int) else [[one] for one in token]
-        return self.prefill(tokens)
+        ids = _as_lists(token)
+        return self.prefill([[one] for one in ids] if isinstance(ids, (list, tuple)) else [ids])
+
+    def checked(self, tokens: Tokens) -> torch.Tensor:
+        """The tokens [Batch, S] that `prefill` would feed; raises what it would raise."""
+        if self._is_broken:
+            raise SessionError(
+                "an earlier call failed in the middle of a step", hint="call reset()"
+            )
+        rows = self._as_rows(tokens)
+        num_tokens = rows.shape[1]
+        if self.position + num_tokens > self.capacity:
+            raise InputError(
+                f"{num_tokens} tokens do not fit: {self.position} + {num_tokens} positions "
+                f"are more than the capacity of {self.capacity}",
+                where="tokens",
+                hint="shorten the prompt, or build with a larger --max-seq",
+            )
+        smallest, largest = rows.aminmax()
+        check_values(self._tokens, int(smallest), int(largest), {})
+        return rows
 
     def reset(self) -> None:
         """Back to position 0, also after a failure. Old contents are never read again."""
@@ -86,27 +102,16 @@ class Session:
         return next((dim.max for dim in self._prefill.signature.dims if dim.name == "S"), 1)
 
     def _step(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._is_broken:
-            raise SessionError(
-                "an earlier call failed in the middle of a step", hint="call reset()"
-            )
         entry = self._decode if rows.shape[1] == 1 and self._decode else self._prefill
         assert entry is not None
-        self._is_broken = True
-        try:
-            logits = entry.run(self._states, {"tokens": rows, "pos": self.position})[0]
-        except InputError:
-            self._is_broken = False
-            raise
+        self._is_broken = True  # until the step is done, also after an interrupt
+        logits = entry.run(self._states, {"tokens": rows, "pos": self.position})[0]
         self._is_broken = False
         self.position += rows.shape[1]
         return logits
 
     def _as_rows(self, tokens: Tokens) -> torch.Tensor:
-        try:
-            rows = torch.tensor(tokens, dtype=torch.int32)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
-            raise InputError(f"expected token ids, got {tokens!r:.60}", where="tokens") from cause
+        rows = as_tensor("tokens", self._tokens.dtype, _as_lists(tokens))
         if rows.ndim == 1:
             rows = rows.expand(self._rows, -1)
         if rows.ndim != 2 or rows.shape[0] != self._rows or rows.shape[1] == 0:
@@ -116,6 +121,20 @@ class Session:
                 where="tokens",
             )
         return rows
+
+
+def _inputs(entry: Entry) -> tuple[TensorSpec, TensorSpec]:
+    specs = {spec.name: spec for spec in entry.signature.inputs}
+    if specs.keys() != {"tokens", "pos"}:
+        raise SessionError(
+            f"expected `{entry.name}` with the inputs tokens and pos, got {', '.join(specs)}"
+        )
+    return specs["tokens"], specs["pos"]
+
+
+def _as_lists(tokens: Any) -> Any:
+    """Arrays and tensors of any integer dtype as lists; all else unchanged."""
+    return tokens.tolist() if hasattr(tokens, "tolist") else tokens
 
 
 def _check_same_states(first: Entry, second: Entry) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
-from llama_artifacts.dtypes import from_name, from_torch
+from llama_artifacts.dtypes import BY_TORCH, from_name
 from llama_artifacts.errors import InputError
 from llama_artifacts.signature import StateSpec, show
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 class States(Mapping[str, torch.Tensor]):
@@ -16,6 +20,10 @@ class States(Mapping[str, torch.Tensor]):
 
     The mapping cannot be changed, the tensors' contents can. Programs whose declared states are
     equal may share one set. Not safe for two calls at the same time.
+
+    Raises:
+        InputError: a state is missing, unknown, not what its spec declares, or shares memory with
+            another.
     """
 
     def __init__(
@@ -24,14 +32,16 @@ class States(Mapping[str, torch.Tensor]):
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
-        if tensors.keys() != {spec.name for spec in specs}:
+        if not isinstance(tensors, Mapping):
             raise InputError(
-                f"expected the {len(specs)} states {specs[0].name} to {specs[-1].name}, "
-                f"got {len(tensors)} others"
+                f"expected states by name, got a {type(tensors).__name__}", where="states"
             )
+        _check_names([spec.name for spec in specs], list(tensors))
         for spec in specs:
             check_tensor(spec.name, spec.dtype, spec.shape, tensors[spec.name], device)
+        _check_apart({spec.name: tensors[spec.name] for spec in specs})
         self.specs = specs
+        self.device = device
         self._tensors = {spec.name: tensors[spec.name] for spec in specs}
 
     @classmethod
@@ -62,6 +72,28 @@ class States(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
+def as_tensor(name: str, dtype: str, value: Any) -> torch.Tensor:
+    """A number, or nested lists of them, as a tensor of the dtype; tensors pass unchanged.
+
+    Raises:
+        InputError: not numbers, or the dtype cannot hold them exactly (a fraction, a truth value
+            or a number beyond the range, for an integer).
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    wanted = torch_dtype(dtype)
+    refusal = InputError(f"expected {dtype} numbers, got {value!r:.60}", where=name)
+    try:
+        tensor = torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
+        raise refusal from cause
+    if tensor.numel():
+        is_number = tensor.dtype in _INTEGERS or tensor.dtype.is_floating_point
+        if not is_number or (not wanted.is_floating_point and not _is_held(tensor, wanted)):
+            raise refusal
+    return tensor.to(wanted)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a manifest's dtype name."""
     dtype: torch.dtype = getattr(torch, from_name(name).torch)
@@ -85,11 +117,53 @@ def check_tensor(
     )
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{expected}, got a {type(tensor).__name__}", where=name)
+    if tensor.layout != torch.strided:
+        raise InputError(f"{expected}, got layout {tensor.layout}", where=name)
     if tensor.dtype != torch_dtype(dtype):
-        raise InputError(f"{expected}, got {from_torch(tensor.dtype).name}", where=name)
+        raise InputError(f"{expected}, got {_dtype_name(tensor.dtype)}", where=name)
     if shape is not None and tuple(tensor.shape) != shape:
         raise InputError(f"{expected}, got shape {show(tuple(tensor.shape))}", where=name)
     if tensor.device != device:
         raise InputError(f"{expected}, got one on {tensor.device}", where=name)
     if not tensor.is_contiguous():
         raise InputError(f"{expected}, got strides {tensor.stride()}", where=name)
+
+
+def _is_held(tensor: torch.Tensor, wanted: torch.dtype) -> bool:
+    if tensor.dtype not in _INTEGERS:
+        return False
+    limits = torch.iinfo(wanted)
+    return limits.min <= int(tensor.min()) and int(tensor.max()) <= limits.max
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return BY_TORCH[name].name if name in BY_TORCH else name
+
+
+def _check_names(expected: list[str], given: list[str]) -> None:
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        raise InputError(
+            f"expected {len(expected)} states; missing: {_some(missing)}; unknown: {_some(unknown)}",
+            where="states",
+            hint="pass entry.new_states()",
+        )
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return str(names[0]) if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Each state is written in place: memory of two would hold the last one's content."""
+    extents = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(extents):
+        if start and start < end:  # tensors without memory begin at 0
+            raise InputError(f"shares memory with `{first}`", where=second)

@@ -9,11 +9,13 @@ import torch
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.safetensors import read_header
+from llama_artifacts.safetensors import StoredTensor, read_header
 
 
 def map_weights(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a safetensors file, as views of one private memory map.
+
+    The exception is a tensor that does not begin at a multiple of its element size: it is copied.
 
     No data is read until it is used, and pages are shared with every process that maps the file.
     Writing to a tensor changes this process's copy of the page, never the file. The map lives as
@@ -27,12 +29,19 @@ def map_weights(path: Path) -> dict[str, torch.Tensor]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {}
     for name, stored in header.tensors.items():
-        row = from_name(stored.dtype)
-        dtype = getattr(torch, row.torch)
-        count = (stored.end - stored.start) // row.num_bytes
-        if count == 0:
-            tensors[name] = torch.empty(stored.shape, dtype=dtype)
-        else:
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=stored.start)
-            tensors[name] = flat.reshape(stored.shape)
+        tensors[name] = _view(data, stored)
     return tensors
+
+
+def _view(data: mmap.mmap, stored: StoredTensor) -> torch.Tensor:
+    row = from_name(stored.dtype)
+    dtype = getattr(torch, row.torch)
+    if stored.start == stored.end:
+        return torch.empty(stored.shape, dtype=dtype)
+    if stored.start % row.num_bytes:
+        # Compiled code may take an element's address to be a multiple of its size.
+        own = bytearray(data[stored.start : stored.end])
+        return torch.frombuffer(own, dtype=dtype).reshape(stored.shape)
+    count = (stored.end - stored.start) // row.num_bytes
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=stored.start)
+    return flat.reshape(stored.shape)

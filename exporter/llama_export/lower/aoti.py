@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import shutil
 import warnings
@@ -18,7 +19,7 @@ from torch.export.passes import move_to_device_pass
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
 from llama_export.checkpoint.source import TensorInfo
-from llama_export.lower.archive import repack
+from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import Lowered, Place
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace
@@ -34,6 +35,9 @@ MAX_INLINED = 8
 class AotiBackend:
     """AOTInductor; see `Backend`."""
 
+    def check(self, device: str, isa: str | None) -> None:
+        _options(device, isa)
+
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return dtype
 
@@ -43,7 +47,7 @@ class AotiBackend:
         return Formulation(dtype, reads_positions=False)
 
     def lower(self, job: Job, place: Place) -> Lowered:
-        options, target = _options(place)
+        options, target = _options(place.device, place.isa)
         program = trace(job)
         for name, info in job.weights.items():
             tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
@@ -51,11 +55,11 @@ class AotiBackend:
         if place.device == "cuda":
             program = move_to_device_pass(program, "cuda")
         file = f"{job.spec.name}.{target.device}-{target.isa or target.capability}.pt2"
-        path = str(place.folder / file)
+        archive = io.BytesIO()
         with inductor_config.patch(options), _quiet():
-            aoti_compile_and_package(program, package_path=path)
-        repack(place.folder / file)
-        bound = set(aoti_load_package(path).get_constant_fqns())
+            aoti_compile_and_package(program, package_path=archive)
+        write_archive(place.folder / file, archive)
+        bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())
         constants = tuple(name for name in job.weights if name in bound)
         return Lowered(file, target, {"torch": minor(torch.__version__)}, constants)
 
@@ -81,7 +85,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _options(place: Place) -> tuple[dict[str, Any], Target]:
+def _options(device: str, isa: str | None) -> tuple[dict[str, Any], Target]:
     options: dict[str, Any] = {
         "aot_inductor.package_constants_in_so": False,
         # The wrapper only calls kernels; optimising it costs most of the build for nothing.
@@ -89,7 +93,7 @@ def _options(place: Place) -> tuple[dict[str, Any], Target]:
         # Otherwise the build machine's thread count is baked in.
         "cpp.dynamic_threads": True,
     }
-    if place.device == "cuda":
+    if device == "cuda":
         if not torch.cuda.is_available():
             raise BuildError(
                 "aoti programs for CUDA are compiled where a CUDA device is; there is none here",
@@ -98,7 +102,7 @@ def _options(place: Place) -> tuple[dict[str, Any], Target]:
         major, minor_ = torch.cuda.get_device_capability()
         return options, Target("cuda", architecture(), capability=f"{major}.{minor_}")
     _check_compiler()
-    return _cpu_options(options, place.isa)
+    return _cpu_options(options, isa)
 
 
 def _cpu_options(options: dict[str, Any], isa: str | None) -> tuple[dict[str, Any], Target]:

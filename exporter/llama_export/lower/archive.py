@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import tempfile
@@ -11,18 +12,25 @@ from pathlib import Path
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-def repack(path: Path) -> None:
-    """Compresses every member, strips native code of its symbols and leaves generated source out."""
-    with zipfile.ZipFile(path) as archive:
-        members = {item.filename: archive.read(item) for item in archive.infolist()}
-    with zipfile.ZipFile(path, "w") as archive:
+def write_archive(path: Path, archive: io.BytesIO) -> None:
+    """Writes what torch saved, without symbols, generated source, dates and the random id.
+
+    Torch saves into memory, because its own writer of files ends the process on a full disk.
+    """
+    with zipfile.ZipFile(archive) as made:
+        members = {item.filename: made.read(item) for item in made.infolist()}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as rewritten:
         for name, data in members.items():
             if name.endswith(".cpp"):
                 continue
             if name.endswith(".so"):
                 data = _strip(data)
+            if name.endswith(".data/serialization_id"):
+                data = b"0" * len(data)
             item = zipfile.ZipInfo(name, _EPOCH)
-            archive.writestr(item, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+            rewritten.writestr(item, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+    path.write_bytes(packed.getvalue())
 
 
 def _strip(library: bytes) -> bytes:

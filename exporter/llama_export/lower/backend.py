@@ -49,6 +49,14 @@ class Lowered:
 class Backend(Protocol):
     """One format."""
 
+    def check(self, device: str, isa: str | None) -> None:
+        """Refuses at once what this machine cannot make.
+
+        Raises:
+            BuildError: with the reason.
+        """
+        ...
+
     def compute_dtype(self, dtype: str, place: Place) -> str:
         """The compute dtype this format uses where `dtype` was asked for."""
         ...

@@ -32,6 +32,9 @@ MIN_ONNXRUNTIME = "1.18"
 class OnnxBackend:
     """ONNX; see `Backend`."""
 
+    def check(self, device: str, isa: str | None) -> None:
+        pass
+
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return "f32" if place.device == "cpu" else dtype
 

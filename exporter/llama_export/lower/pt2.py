@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 
 from llama_artifacts.manifest import Target
-from llama_export.lower.archive import repack
+from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import Lowered, Place
 from llama_export.model.llama import Formulation
 from llama_export.trace import Job, as_kind, trace
@@ -14,6 +16,9 @@ from llama_runtime.machine import minor
 
 class Pt2Backend:
     """ExportedProgram; see `Backend`."""
+
+    def check(self, device: str, isa: str | None) -> None:
+        pass
 
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return dtype
@@ -25,10 +30,20 @@ class Pt2Backend:
         program = trace(job)
         # An archive with example inputs holds a pickle of them.
         program.example_inputs = None
+        _drop_traces(program)
         for name, tensor in program.state_dict.items():
             program.state_dict[name] = as_kind(tensor, torch.empty(0, dtype=tensor.dtype))
         file = f"{job.spec.name}.pt2" if place.device == "cpu" else f"{job.spec.name}.cuda.pt2"
-        torch.export.save(program, place.folder / file)
-        repack(place.folder / file)
+        archive = io.BytesIO()
+        torch.export.save(program, archive)
+        write_archive(place.folder / file, archive)
         target = Target("cpu" if place.device == "cpu" else "cuda")
         return Lowered(file, target, {"torch": minor(torch.__version__)}, tuple(job.weights))
+
+
+def _drop_traces(program: torch.export.ExportedProgram) -> None:
+    """Takes out stack traces: they are half of the program, and tell of the build machine."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 
 import torch
@@ -13,31 +12,22 @@ from torch._C._aoti import AOTIModelPackageLoader
 from llama_artifacts.errors import IntegrityError
 from llama_runtime.programs.base import Loading
 
-# The package loader unpacks and links; it does not promise that two at once go well.
-_LOADING = threading.Lock()
-
 
 class AotiProgram:
     """See `Program`. Keeps the weights alive, since the native code holds bare pointers."""
 
     def __init__(self, loading: Loading) -> None:
         index = -1 if loading.device.index is None else loading.device.index
-        with _LOADING:
-            try:
-                loader = AOTIModelPackageLoader(str(loading.path), "model", False, 1, index)
-            except RuntimeError as cause:
-                raise IntegrityError(
-                    f"cannot be loaded: {str(cause).splitlines()[0]}",
-                    where=loading.path,
-                    hint="build the bundle again on this machine",
-                ) from cause
-        self._weights = {name: loading.weights[name] for name in loading.program.constants}
-        names = set(loader.get_constant_fqns())
-        if names != self._weights.keys():
-            odd = sorted(names ^ self._weights.keys())[0]
+        self._weights = loading.constants()
+        try:
+            loader = AOTIModelPackageLoader(str(loading.path), "model", False, 1, index)
+        except RuntimeError as cause:
             raise IntegrityError(
-                f"its constants are not the manifest's: `{odd}`", where=loading.path
-            )
+                f"cannot be loaded: {str(cause).splitlines()[0]}",
+                where=loading.path,
+                hint="build the bundle again on this machine",
+            ) from cause
+        loading.check_constants(loader.get_constant_fqns())
         # The active buffer, every constant given, the memory ours, no copy to another device.
         loader.load_constants(self._weights, False, True, True, False)
         self._run = loader.boxed_run

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import torch
 
 from llama_artifacts import manifest
+from llama_artifacts.errors import IntegrityError
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,28 @@ class Loading:
     device: torch.device
     threads: int | None
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The weights that the program binds.
+
+        Raises:
+            IntegrityError: the weights file lacks one.
+        """
+        for name in self.program.constants:
+            if name not in self.weights:
+                raise IntegrityError(f"the weights lack `{name}`", where=self.path)
+        return {name: self.weights[name] for name in self.program.constants}
+
+    def check_constants(self, names: Iterable[str]) -> None:
+        """Refuses a program whose own list of constants is not the manifest's.
+
+        Raises:
+            IntegrityError: it is not.
+        """
+        if odd := sorted(set(names) ^ set(self.program.constants)):
+            raise IntegrityError(
+                f"its constants are not the manifest's: `{odd[0]}`", where=self.path
+            )
+
 
 class Program(Protocol):
     """A loaded program. Trusts its caller: whoever calls `run` has checked every tensor."""
@@ -45,16 +69,26 @@ class Program(Protocol):
         ...
 
 
+# The engines do not promise that two loads at once go well.
+_LOADING = threading.Lock()
+
+
 def load_program(loading: Loading) -> Program:
-    """Loads a program with the adapter of its format; only that engine is imported."""
-    if loading.program.format == "aoti":
-        from llama_runtime.programs.aoti import AotiProgram
+    """Loads a program with the adapter of its format; only that engine is imported.
 
-        return AotiProgram(loading)
-    if loading.program.format == "onnx":
-        from llama_runtime.programs.onnx import OnnxProgram
+    Raises:
+        IntegrityError: the file is not what its record in the manifest says.
+        CompatibilityError: the engine here cannot run it.
+    """
+    with _LOADING:
+        if loading.program.format == "aoti":
+            from llama_runtime.programs.aoti import AotiProgram
 
-        return OnnxProgram(loading)
-    from llama_runtime.programs.pt2 import Pt2Program
+            return AotiProgram(loading)
+        if loading.program.format == "onnx":
+            from llama_runtime.programs.onnx import OnnxProgram
 
-    return Pt2Program(loading)
+            return OnnxProgram(loading)
+        from llama_runtime.programs.pt2 import Pt2Program
+
+        return Pt2Program(loading)

@@ -15,7 +15,7 @@ import torch
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CompatibilityError, IntegrityError
-from llama_artifacts.signature import TensorSpec
+from llama_artifacts.signature import StateSpec, TensorSpec
 from llama_runtime.programs.base import Loading
 from llama_runtime.states import torch_dtype
 
@@ -26,8 +26,9 @@ class OnnxProgram:
     def __init__(self, loading: Loading) -> None:
         self._signature = loading.program.signature
         self._device = loading.device
+        loading.constants()  # all there; ONNX Runtime finds them by their place in the file
         self._session = _session(loading)
-        self._check_names(loading)
+        self._check_interface(loading)
         self._binding = self._session.io_binding()
         self._bound_states: list[torch.Tensor] = []
 
@@ -64,22 +65,32 @@ class OnnxProgram:
         shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
         return torch.empty(shape, dtype=torch_dtype(spec.dtype), device=self._device)
 
-    def _check_names(self, loading: Loading) -> None:
-        states = [f"state.{spec.name}" for spec in self._signature.states]
-        for kind, declared, found in (
-            (
-                "inputs",
-                [*(s.name for s in self._signature.inputs), *states],
-                self._session.get_inputs(),
-            ),
-            (
-                "outputs",
-                [*(s.name for s in self._signature.outputs), *(f"{s}.next" for s in states)],
-                self._session.get_outputs(),
-            ),
-        ):
-            if [value.name for value in found] != declared:
-                raise IntegrityError(f"its {kind} are not the manifest's", where=loading.path)
+    def _check_interface(self, loading: Loading) -> None:
+        """ONNX Runtime believes what a buffer is bound as, so the model must say the same."""
+        inputs, outputs = self._signature.inputs, self._signature.outputs
+        states = self._signature.states
+        expected = [_described(spec.name, spec) for spec in inputs]
+        expected += [_described(f"state.{spec.name}", spec) for spec in states]
+        expected += [_described(spec.name, spec) for spec in outputs]
+        expected += [_described(f"state.{spec.name}.next", spec) for spec in states]
+        values = [*self._session.get_inputs(), *self._session.get_outputs()]
+        found = [(value.name, value.type, tuple(value.shape)) for value in values]
+        if found != expected:
+            odd = next(
+                (
+                    name
+                    for (name, *_), other in zip(found, expected, strict=False)
+                    if other[0] != name
+                ),
+                "their dtypes or shapes differ",
+            )
+            raise IntegrityError(
+                f"its inputs and outputs are not the manifest's: {odd}", where=loading.path
+            )
+
+
+def _described(name: str, spec: TensorSpec | StateSpec) -> tuple[str, str, tuple[int | str, ...]]:
+    return name, f"tensor({from_name(spec.dtype).onnx.lower()})", spec.shape
 
 
 def _is(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from llama_artifacts.errors import IntegrityError
 from llama_runtime.programs.base import Loading
-
-_HINT = "build the bundle again"
+from llama_runtime.programs.pt2_archive import read_archive
 
 
 class Pt2Program:
     """See `Program`."""
 
     def __init__(self, loading: Loading) -> None:
-        _refuse_pickles(loading.path)
-        program = torch.export.load(loading.path)
-        if program.state_dict.keys() != set(loading.program.constants):
-            odd = sorted(program.state_dict.keys() ^ set(loading.program.constants))[0]
-            raise IntegrityError(
-                f"its constants are not the manifest's: `{odd}`", where=loading.path
-            )
+        weights = loading.constants()
+        program = _load(loading, weights)
         if loading.device.type != "cpu":
             program = move_to_device_pass(program, str(loading.device))
-        for name, old in program.state_dict.items():
-            tensor = loading.weights[name]
-            if isinstance(old, torch.nn.Parameter):
-                tensor = torch.nn.Parameter(tensor, requires_grad=False)
-            program.state_dict[name] = tensor
+        for name, tensor in weights.items():
+            is_parameter = isinstance(program.state_dict[name], torch.nn.Parameter)
+            program.state_dict[name] = (
+                torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            )
         self._module = program.module(check_guards=False)
 
     def run(
@@ -48,16 +41,35 @@ class Pt2Program:
         return list(output) if isinstance(output, (tuple, list)) else [output]
 
 
-def _refuse_pickles(path: Path) -> None:
-    """An archive can name pickled payloads, which would run code when loaded."""
+def _load(loading: Loading, weights: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    archive = read_archive(loading.path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            for item in archive.infolist():
-                if item.filename.endswith("sample_inputs/model.pt") and item.file_size:
-                    raise IntegrityError("holds pickled example inputs", where=path, hint=_HINT)
-                if item.filename.endswith("_config.json"):
-                    payloads = json.loads(archive.read(item))["config"].values()
-                    if any(payload["use_pickle"] for payload in payloads):
-                        raise IntegrityError("holds a pickled tensor", where=path, hint=_HINT)
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise IntegrityError("not an ExportedProgram archive", where=path, hint=_HINT) from cause
+        program = torch.export.load(archive)
+    except Exception as cause:  # whatever a malformed graph makes of torch's deserializer
+        raise IntegrityError(
+            f"torch cannot read it: {type(cause).__name__}",
+            where=loading.path,
+            hint="build the bundle again",
+        ) from cause
+    loading.check_constants(program.state_dict)
+    _check_weights(program, weights, loading.path)
+    return program
+
+
+def _check_weights(
+    program: ExportedProgram, weights: Mapping[str, torch.Tensor], path: Path
+) -> None:
+    """The graph was traced for weights of these shapes; others would compute something else."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    for node in program.graph.nodes:
+        if node.op != "placeholder" or node.name not in names:
+            continue
+        name, traced = names[node.name], node.meta["val"]
+        weight = weights[name]
+        if tuple(traced.shape) != tuple(weight.shape) or traced.dtype != weight.dtype:
+            raise IntegrityError(
+                f"expects `{name}` as {list(traced.shape)} of {traced.dtype}, "
+                f"the weights hold {list(weight.shape)} of {weight.dtype}",
+                where=path,
+            )

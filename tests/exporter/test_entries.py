@@ -1,0 +1,95 @@
+"""Declarations of entries: names, signatures for given sizes, and no torch to read them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from llama_artifacts.errors import BuildError
+from llama_artifacts.signature import Bounds, Dim, StateSpec
+from llama_export.checkpoint.config import config_from_hf
+from llama_export.entries import registry
+from llama_export.entries.registry import Sizes
+from llama_export.model.llama import Llama
+from tests.tiny import tiny_config
+
+SIZES = Sizes(config_from_hf(tiny_config(), where="config.json"), batch=3, max_seq=64, dtype="bf16")
+NAMES = [spec.name for spec in registry.entries()]
+
+
+def test_the_entries_in_order() -> None:
+    assert NAMES == ["forward", "next_token", "prefill", "decode", "decode_rows"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_entry_is_a_method_of_the_model_with_the_declared_inputs(name: str) -> None:
+    spec = registry.find(name)
+    code = getattr(Llama, name).__code__
+    arguments = code.co_varnames[1 : code.co_argcount]
+    declared = [tensor.name for tensor in spec.inputs]
+    assert list(arguments) == declared + (["states"] if spec.states else [])
+    assert spec.summary
+    assert "\n" not in spec.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("decod", "decode"), ("forwrd", "forward"), ("prefil", "prefill")]
+)
+def test_an_unknown_name_suggests_a_near_one(name: str, near: str) -> None:
+    with pytest.raises(BuildError, match="unknown entry") as caught:
+        registry.find(name)
+    assert caught.value.hint == f"did you mean `{near}`?"
+
+
+def test_a_name_like_none_lists_all() -> None:
+    with pytest.raises(BuildError) as caught:
+        registry.find("xyz")
+    assert all(name in str(caught.value.hint) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "decode_rows"])
+def test_states_are_a_key_and_a_value_cache_per_layer_in_numeric_order(name: str) -> None:
+    config = config_from_hf(tiny_config(num_hidden_layers=12), where="config.json")
+    signature = registry.find(name).signature(Sizes(config, 3, 64, "bf16"))
+    assert signature.states == tuple(
+        StateSpec(f"cache.{layer}.{part}", "bf16", (3, 2, 64, 16))
+        for layer in range(12)
+        for part in ("key", "value")
+    )
+
+
+@pytest.mark.parametrize("name", ["forward", "next_token"])
+def test_stateless_entries_have_no_state(name: str) -> None:
+    assert registry.find(name).signature(SIZES).states == ()
+
+
+def test_fixed_sizes_become_numbers_and_the_compute_dtype_is_that_of_the_build() -> None:
+    signature = registry.find("prefill").signature(SIZES)
+    tokens, pos = signature.inputs
+    assert (tokens.dtype, tokens.shape, tokens.values) == ("i32", (3, "S"), Bounds(0, 127))
+    assert (pos.dtype, pos.shape, pos.values) == ("i32", (), Bounds(0, 62, "S"))
+    (logits,) = signature.outputs
+    assert (logits.name, logits.dtype, logits.shape) == ("logits", "bf16", (3, 128))
+    assert signature.dims == (Dim("S", 1, 63),)
+
+
+def test_a_row_may_stand_at_scratch_but_a_step_of_all_rows_may_not() -> None:
+    assert registry.find("decode").signature(SIZES).inputs[1].values == Bounds(0, 62)
+    assert registry.find("decode_rows").signature(SIZES).inputs[1].values == Bounds(0, 63)
+
+
+def test_a_chunk_is_bounded_by_the_state_and_by_the_entry() -> None:
+    config = config_from_hf(tiny_config(max_position_embeddings=8192), where="config.json")
+    spec = registry.find("prefill")
+    assert spec.signature(Sizes(config, 1, 8192, "f32")).dims == (Dim("S", 1, 512),)
+    assert spec.signature(Sizes(config, 1, 8, "f32")).dims == (Dim("S", 1, 7),)
+
+
+def test_declarations_need_no_torch() -> None:
+    code = (
+        "import sys; from llama_export.entries import registry; registry.entries();"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

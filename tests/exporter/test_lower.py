@@ -1,0 +1,222 @@
+"""Program files: what lies in them, what does not, and what refuses to be made."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from llama_artifacts.errors import BuildError
+from llama_artifacts.manifest import Program, read
+from llama_export.build import build
+from llama_export.lower import aoti
+from llama_export.lower.archive import write_archive
+from llama_export.lower.backend import backend
+from llama_export.lower.onnx import IR_VERSION, OPSET
+from llama_export.recipe import Recipe
+from llama_runtime.machine import X86_ISAS, architecture, cpu_flags
+from llama_runtime.weights import map_weights
+
+PICKLE = b"\x80"  # every pickle since protocol 2 begins so
+ENTRIES = ("forward", "next_token", "prefill", "decode", "decode_rows")
+X86 = pytest.mark.skipif(architecture() != "x86_64", reason="about x86-64 instruction sets")
+
+
+def program(bundle: Path, entry: str, format: str) -> Program:
+    return next(p for p in read(bundle).programs if (p.entry, p.format) == (entry, format))
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {item.filename: archive.read(item) for item in archive.infolist()}
+
+
+def parts(bundle: Path) -> Iterator[tuple[str, bytes]]:
+    """Every file of the bundle, and every member of its archives."""
+    for path in bundle.iterdir():
+        yield path.name, path.read_bytes()
+        if zipfile.is_zipfile(path):
+            for name, data in members(path).items():
+                yield f"{path.name}/{name}", data
+
+
+def test_no_part_of_a_bundle_is_a_pickle(tiny_bundle: Path) -> None:
+    for name, data in parts(tiny_bundle):
+        assert not data.startswith(PICKLE), name
+        assert not name.endswith((".pkl", ".pickle", ".py")), name
+        is_nested = data.startswith(b"PK") and "/" in name
+        assert not is_nested, name  # what torch.save writes
+
+
+def test_only_the_weights_file_holds_weights(tiny_bundle: Path) -> None:
+    weights = map_weights(tiny_bundle / "weights.safetensors")
+    needles = [weights[name].numpy().tobytes()[:64] for name in weights]
+    for name, data in parts(tiny_bundle):
+        if name != "weights.safetensors":
+            assert not any(needle in data for needle in needles[:-1]), name
+
+
+def test_no_program_tells_where_the_exporter_lay(tiny_bundle: Path) -> None:
+    folder = str(Path(aoti.__file__).parents[1]).encode()
+    for name, data in parts(tiny_bundle):
+        assert folder not in data, name
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_pt2_archive_holds_no_example_inputs(tiny_bundle: Path, entry: str) -> None:
+    found = members(tiny_bundle / program(tiny_bundle, entry, "pt2").file)
+    assert not any("sample_inputs" in name and data for name, data in found.items())
+    data = [item for name, item in found.items() if "/data/" in name and not name.endswith(".json")]
+    assert not any(data)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_aoti_archive_holds_code_without_source_or_constants(
+    tiny_bundle: Path, entry: str
+) -> None:
+    found = members(tiny_bundle / program(tiny_bundle, entry, "aoti").file)
+    assert any(name.endswith(".so") for name in found)
+    assert not [name for name in found if name.endswith((".cpp", ".o", ".h", ".bin"))]
+
+
+@X86
+def test_the_targets_flags_are_names_of_this_cpus_features(tiny_bundle: Path) -> None:
+    target = program(tiny_bundle, "decode", "aoti").target
+    assert set(target.cpu_flags) <= cpu_flags()
+    assert target.isa is not None
+    assert set(X86_ISAS[target.isa][2]) <= set(target.cpu_flags)
+    assert target.machine == architecture()
+    assert target.device == "cpu"
+
+
+@X86
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_an_isa_that_this_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
+    flags = frozenset(X86_ISAS[isa][2]) - {"fma"}
+    monkeypatch.setattr(aoti, "cpu_flags", lambda: flags)
+    with pytest.raises(BuildError, match=f"--isa {isa} cannot be built here.*lacks fma"):
+        backend("aoti").check("cpu", isa)
+
+
+@X86
+def test_a_cpu_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aoti, "cpu_flags", lambda: frozenset({"sse4_2"}))
+    with pytest.raises(BuildError, match="AVX2"):
+        backend("aoti").check("cpu", None)
+
+
+def test_an_x86_isa_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aoti, "architecture", lambda: "aarch64")
+    with pytest.raises(BuildError, match="x86-64, this machine is aarch64"):
+        backend("aoti").check("cpu", "avx2")
+    backend("aoti").check("cpu", None)
+
+
+def test_no_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"g\+\+"):
+        backend("aoti").check("cpu", None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_aoti_for_cuda_without_a_device_is_refused() -> None:
+    with pytest.raises(BuildError, match="CUDA"):
+        backend("aoti").check("cuda", None)
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(BuildError, match="unknown format"):
+        backend("tflite")  # type: ignore[arg-type]
+
+
+# --- ONNX -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_onnx_program_has_the_declared_versions_and_names(tiny_bundle: Path, entry: str) -> None:
+    record = program(tiny_bundle, entry, "onnx")
+    model = onnx.load(tiny_bundle / record.file, load_external_data=False)
+    assert model.ir_version == IR_VERSION
+    assert [(item.domain, item.version) for item in model.opset_import] == [("", OPSET)]
+    assert not model.functions
+    assert not model.metadata_props
+    states = [f"state.{spec.name}" for spec in record.signature.states]
+    inputs = [spec.name for spec in record.signature.inputs] + states
+    assert [value.name for value in model.graph.input] == inputs
+    outputs = [spec.name for spec in record.signature.outputs] + [f"{s}.next" for s in states]
+    assert [value.name for value in model.graph.output] == outputs
+    assert not any(node.metadata_props or node.doc_string for node in model.graph.node)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_onnx_weights_are_places_in_the_bundles_weights_file(tiny_bundle: Path, entry: str) -> None:
+    record = program(tiny_bundle, entry, "onnx")
+    model = onnx.load(tiny_bundle / record.file, load_external_data=False)
+    weights = map_weights(tiny_bundle / "weights.safetensors")
+    data = (tiny_bundle / "weights.safetensors").read_bytes()
+    external = [t for t in model.graph.initializer if t.external_data]
+    assert {tensor.name for tensor in external} == set(record.constants) == set(weights)
+    for tensor in external:
+        place = {item.key: item.value for item in tensor.external_data}
+        assert place["location"] == "weights.safetensors"
+        start, length = int(place["offset"]), int(place["length"])
+        expected = weights[tensor.name].contiguous().numpy().tobytes()
+        assert data[start : start + length] == expected
+        assert tuple(tensor.dims) == weights[tensor.name].shape
+    for tensor in model.graph.initializer:
+        assert tensor.external_data or len(tensor.raw_data) < 256
+
+
+def test_an_onnx_program_passes_the_checker_and_opens_from_elsewhere_under_another_name(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "a copy ä"
+    copy.mkdir()
+    shutil.copy(tiny_bundle / "weights.safetensors", copy)
+    shutil.copy(tiny_bundle / "decode.onnx", copy / "renamed.onnx")
+    monkeypatch.chdir("/")
+    onnx.checker.check_model(copy / "renamed.onnx", full_check=True)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(copy / "renamed.onnx", options, ["CPUExecutionProvider"])
+
+
+# --- archives, and the same bytes twice -----------------------------------------------------------
+
+
+def test_an_archive_is_written_without_what_differs_from_build_to_build(tmp_path: Path) -> None:
+    archive, path = io.BytesIO(), tmp_path / "a.pt2"
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr("m/data/model.wrapper.cpp", b"int main() {}")
+        made.writestr("m/data/model.json", b"{}" * 100)
+        made.writestr("m/.data/serialization_id", b"1234567890")
+    write_archive(path, archive)
+    expected = {"m/data/model.json": b"{}" * 100, "m/.data/serialization_id": b"0" * 10}
+    assert members(path) == expected
+    with zipfile.ZipFile(path) as written:
+        assert {item.date_time for item in written.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+
+
+def test_two_builds_give_the_same_bytes(
+    tiny_checkpoint: Path, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        str(tiny_checkpoint),
+        tmp_path / "again",
+        ("decode", "prefill"),
+        ("pt2", "onnx"),
+        max_seq=256,
+        batch=2,
+    )
+    again = build(recipe).folder
+    for path in again.iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (tiny_bundle / path.name).read_bytes(), path.name

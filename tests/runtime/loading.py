@@ -1,0 +1,110 @@
+"""What the tests of the runtime share: bundles made from others, and the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from llama_artifacts import manifest as manifests
+from llama_artifacts.bundle import describe
+from llama_artifacts.manifest import FILE_NAME, FORMATS, Manifest, Program
+from llama_runtime import Entry, States
+
+FORMAT_NAMES = list(FORMATS)
+POISON = 1e4
+MAX_SEQ, BATCH, VOCAB_SIZE = 256, 2, 128
+SCRATCH = MAX_SEQ - 1
+LOGITS_ATOL = 1e-5
+
+
+@functools.cache
+def reference(checkpoint: Path) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def expected_logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, V] of tokens [B, S], the whole sequence at once."""
+    with torch.no_grad():
+        logits: torch.Tensor = reference(checkpoint)(tokens.long()).logits
+    return logits
+
+
+def greedy_tokens(checkpoint: Path, prompt: list[int], num_new: int) -> list[int]:
+    """The likeliest token after the whole sequence so far, time and again."""
+    tokens = list(prompt)
+    for _ in range(num_new):
+        tokens.append(int(expected_logits(checkpoint, torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def random_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, shape, generator=generator, dtype=torch.int32)
+
+
+def poisoned(entry: Entry) -> States:
+    states = entry.new_states()
+    for tensor in states.values():
+        tensor.fill_(POISON)
+    return states
+
+
+def snapshot(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in states.items()}
+
+
+def is_same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> bool:
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def written(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> dict[str, set[tuple[int, int]]]:
+    """For each state, the (row, position) pairs that changed."""
+    changed = {name: (before[name] != after[name]).any(-1).any(1) for name in before}
+    return {
+        name: {(int(row), int(position)) for row, position in mask.nonzero()}
+        for name, mask in changed.items()
+    }
+
+
+def copied(bundle: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a bundle with some fields of its manifest changed."""
+    shutil.copytree(bundle, target)
+    rewrite(target, lambda manifest: dataclasses.replace(manifest, **changes))
+    return target
+
+
+def reduced(bundle: Path, target: Path, keeps: Callable[[Program], bool]) -> Path:
+    """A copy of a bundle with some of its programs."""
+    programs = tuple(p for p in manifests.read(bundle).programs if keeps(p))
+    return copied(bundle, target, programs=programs)
+
+
+def rewrite(bundle: Path, change: Callable[[Manifest], Manifest]) -> None:
+    manifest = change(manifests.read(bundle))
+    (bundle / FILE_NAME).write_bytes(manifests.to_json(manifest))
+
+
+def rewrite_programs(bundle: Path, change: Callable[[Program], Program]) -> None:
+    rewrite(bundle, lambda m: dataclasses.replace(m, programs=tuple(map(change, m.programs))))
+
+
+def sealed(bundle: Path, name: str) -> None:
+    """Makes the manifest agree with a file that was changed, as an attacker would."""
+    files = {**manifests.read(bundle).files, name: describe(bundle / name)}
+    rewrite(bundle, lambda manifest: dataclasses.replace(manifest, files=files))
+
+
+def program_file(bundle: Path, entry: str, format: str) -> Path:
+    for program in manifests.read(bundle).programs:
+        if (program.entry, program.format) == (entry, format):
+            return bundle / program.file
+    raise KeyError(entry, format)
