@@ -58,7 +58,7 @@ class TokenStream:
                 return
             self.tokens.append(token)
             yield token
-            if len(self.tokens) == max_new :
+            if len(self.tokens) == max_new or session.position == session.capacity:
                 self.finish_reason = "length"
                 return
             logits = session.decode(token)
