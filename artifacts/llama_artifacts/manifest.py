@@ -150,6 +150,8 @@ class Manifest:
         name: short name of the model.
         toolchain: versions of what built the bundle, by package.
         weights: `copy` (the bundle holds them) or `none` (programs only; they cannot run).
+        weights_header: SHA-256 of the weights file up to its data: names, dtypes, shapes and
+            places. A runtime checks it, since native code trusts them; None without weights.
         max_seq: positions a state holds; the last one is scratch.
         batch: rows of the `rows` states.
         tokenizer: `tokenizers` (a tokenizer.json) or None (token ids only).
@@ -173,9 +175,13 @@ class Manifest:
     programs: tuple[Program, ...]
     checks: tuple[Check, ...]
     files: dict[str, File]
+    weights_header: str | None = None
 
     def __post_init__(self) -> None:
         from_name(self.dtype)
+        if self.weights_header is not None and not _SHA256.fullmatch(self.weights_header):
+            message = f"expected 64 hexadecimal digits, got {shown(self.weights_header)}"
+            raise ValueError(f"`weights_header`: {message}")
         for name, size in (("max_seq", self.max_seq), ("batch", self.batch)):
             if size < 1:
                 raise ValueError(f"expected `{name}` of at least 1, got {size}")

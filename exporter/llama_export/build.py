@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -101,7 +102,7 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
                     program, spent = _lower(spec, format, sizes, plan, place)
                 programs.append(program)
                 times.append(spent)
-        manifest = _manifest(recipe, checkpoint, sizes, programs, folder)
+        manifest = _manifest(recipe, checkpoint, sizes, plan, programs, folder)
         (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
         if recipe.weights == "copy":
             checks = check_programs(folder, reporter=reporter)
@@ -243,6 +244,7 @@ def _manifest(
     recipe: Recipe,
     checkpoint: Checkpoint,
     sizes: Sizes,
+    plan: WeightsPlan,
     programs: list[Program],
     folder: Path,
 ) -> Manifest:
@@ -266,6 +268,9 @@ def _manifest(
         programs=tuple(programs),
         checks=(),
         files=files,
+        weights_header=hashlib.sha256(plan.header).hexdigest()
+        if recipe.weights == "copy"
+        else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from llama_artifacts.errors import IntegrityError
 from llama_artifacts.safetensors import StoredTensor, read_header
 
 
-def map_weights(path: Path) -> dict[str, torch.Tensor]:
+def map_weights(path: Path, *, header_sha256: str | None = None) -> dict[str, torch.Tensor]:
     """Every tensor of a safetensors file, as views of one private memory map.
 
     The exception is a tensor that does not begin at a multiple of its element size: it is copied.
@@ -21,12 +22,22 @@ def map_weights(path: Path) -> dict[str, torch.Tensor]:
     Writing to a tensor changes this process's copy of the page, never the file. The map lives as
     long as any of the tensors does.
 
+    Args:
+        path: the file.
+        header_sha256: what the file's header must hash to; None trusts it.
+
     Raises:
-        IntegrityError: the file is not sound safetensors.
+        IntegrityError: the file is not sound safetensors, or has another header.
     """
     header = read_header(path, error=IntegrityError)
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if header_sha256 not in (None, hashlib.sha256(data[: header.data_start]).hexdigest()):
+        raise IntegrityError(
+            "its header is not the one that the programs were built for",
+            where=path,
+            hint="copy the bundle again, or build it again",
+        )
     tensors = {}
     for name, stored in header.tensors.items():
         tensors[name] = _view(data, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ import transformers
 
 from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import describe
-from llama_artifacts.manifest import FILE_NAME, FORMATS, Manifest, Program
+from llama_artifacts.manifest import FILE_NAME, FORMATS, WEIGHTS_NAME, Manifest, Program
+from llama_artifacts.safetensors import read_header
 from llama_runtime import Entry, States
 
 FORMAT_NAMES = list(FORMATS)
@@ -101,6 +103,14 @@ def sealed(bundle: Path, name: str) -> None:
     """Makes the manifest agree with a file that was changed, as an attacker would."""
     files = {**manifests.read(bundle).files, name: describe(bundle / name)}
     rewrite(bundle, lambda manifest: dataclasses.replace(manifest, files=files))
+
+
+def sealed_header(bundle: Path) -> None:
+    """Makes the manifest agree with a changed header of the weights, as an attacker would."""
+    path = bundle / WEIGHTS_NAME
+    header = path.read_bytes()[: read_header(path).data_start]
+    digest = hashlib.sha256(header).hexdigest()
+    rewrite(bundle, lambda manifest: dataclasses.replace(manifest, weights_header=digest))
 
 
 def program_file(bundle: Path, entry: str, format: str) -> Path:

@@ -35,6 +35,7 @@ from tests.runtime.loading import (
     reduced,
     rewrite_programs,
     sealed,
+    sealed_header,
 )
 
 each_format = pytest.mark.parametrize("format", FORMAT_NAMES)
@@ -194,11 +195,19 @@ def test_weights_whose_header_is_hostile(folder: Path, format: Format) -> None:
     assert "overlaps" in message or "belong to no tensor" in message
 
 
-def test_weights_of_another_shape_do_not_reach_a_graph(folder: Path) -> None:
-    def reshape(header: dict[str, Any]) -> None:
-        header["model.norm.weight"]["shape"] = [8, 8]
+def reshape(header: dict[str, Any]) -> None:
+    header["model.norm.weight"]["shape"] = [8, 8]
 
+
+@each_format
+def test_weights_of_another_shape(folder: Path, format: Format) -> None:
     with_header(folder / WEIGHTS_NAME, reshape)
+    assert "its header is not the one that the programs were built for" in refusal(folder, format)
+
+
+def test_weights_of_another_shape_do_not_reach_a_graph(folder: Path) -> None:
+    with_header(folder / WEIGHTS_NAME, reshape)
+    sealed_header(folder)
     message = refusal(folder, "pt2")
     assert (
         "expects `model.norm.weight` as [64] of torch.float32, the weights hold [8, 8]" in message
@@ -211,6 +220,7 @@ def test_weights_that_lack_a_tensor(folder: Path, format: Format) -> None:
         header["odd"] = header.pop("model.norm.weight")
 
     with_header(folder / WEIGHTS_NAME, rename)
+    sealed_header(folder)
     assert "the weights lack `model.norm.weight`" in refusal(folder, format)
 
 
