@@ -14,7 +14,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-ABSENT = object()  # as an override: leave the key out
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()  # as an override: leave the key out
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>")
 BYTE_LEVEL_VOCAB = 256 + len(SPECIALS)

@@ -87,7 +87,7 @@ def test_a_refused_step(decode: Entry, inputs: dict[str, Any], words: list[str])
         np.int64(2**32 + 5),
         np.float32(1),
         np.uint64(2**63),
-        object(),
+        Ellipsis,
         [[1], [2, 3]],
         {},
     ],
