@@ -55,6 +55,10 @@ def _weights() -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(end)
 
 
+def _header(weights: bytes) -> bytes:
+    return weights[: 8 + int.from_bytes(weights[:8], "little")]
+
+
 CONTENTS: dict[str, bytes] = {
     "chat_template.jinja": b"{{ messages[0].content }}",
     "decode.onnx": b"an ONNX model",
@@ -121,6 +125,7 @@ def sample_manifest(**changes: Any) -> Manifest:
         ),
         checks=(Check("parity", "decode", "pt2", 1.5e-05, 2e-04),),
         files={name: describe(content) for name, content in CONTENTS.items()},
+        weights_header=hashlib.sha256(_header(CONTENTS["weights.safetensors"])).hexdigest(),
     )
     return dataclasses.replace(manifest, **changes)
 
