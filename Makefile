@@ -11,8 +11,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 .PHONY: demo test test-fast test-gpu lint format clean ci
 
 demo: $(VENV)/installed
-	@set -e; gguf=$$($(BIN)/python tests/models.py $(DEMO)); \
-	  if [ ! -e $(BUNDLE) ]; then $(BIN)/llama-export build "$$gguf" -o $(BUNDLE); fi
+	rm -rf $(BUNDLE)
+	$(BIN)/llama-export build "$$($(BIN)/python tests/models.py $(DEMO))" -o $(BUNDLE)
 	$(BIN)/llama-export verify $(BUNDLE)
 	$(BIN)/llama-export run $(BUNDLE) -p "Why is the sky blue?" --max-new 64 --stats
 

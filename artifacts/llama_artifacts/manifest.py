@@ -179,6 +179,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         from_name(self.dtype)
+        if self.weights == "copy" and self.weights_header is None:
+            raise ValueError("`weights_header` is missing")
         if self.weights_header is not None and not _SHA256.fullmatch(self.weights_header):
             message = f"expected 64 hexadecimal digits, got {shown(self.weights_header)}"
             raise ValueError(f"`weights_header`: {message}")

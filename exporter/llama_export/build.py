@@ -31,10 +31,11 @@ from llama_export.report import Reporter
 from llama_export.trace import Job, torch_dtype
 from llama_export.verify import check_programs
 from llama_runtime.machine import version
+from llama_runtime.tokenizer import Tokenizer
 from llama_runtime.weights import map_weights
 
 MIN_MAX_SEQ = 8
-PROGRAM_BYTES = 32 * 2**20
+PROGRAM_BYTES = 8 * 2**20
 """What one program is taken to need at most, for the check of free space."""
 MAX_REASON_CHARS = 300
 
@@ -80,7 +81,8 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
     checkpoint = open_checkpoint(
         recipe.model, headers_only=recipe.weights == "none", num_layers=recipe.num_layers
     )
-    for note in checkpoint.notes:
+    notes = (f"rope: {describe_rope(checkpoint.config.rope)}", *checkpoint.notes)
+    for note in notes:
         reporter.note(note)
     _check_name(checkpoint)
     sizes = _sizes(recipe, checkpoint)
@@ -92,7 +94,9 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
     weights_bytes = plan.num_bytes if recipe.weights == "copy" else 0
     num_programs = len(specs) * len(formats)
     check_space(output, weights_bytes + num_programs * PROGRAM_BYTES)
+    assets = checkpoint.assets()
     with staging(output) as folder:
+        _write_assets(assets, folder)
         place = _place(recipe, checkpoint, plan, folder, reporter)
         programs, times = [], []
         for spec in specs:
@@ -115,7 +119,7 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
         weights_bytes=weights_bytes,
         programs=tuple(times),
         seconds=time.perf_counter() - started,
-        notes=tuple(checkpoint.notes),
+        notes=notes,
     )
 
 
@@ -191,6 +195,16 @@ def _place(
     return Place(recipe.device, recipe.isa, folder, weights, inv_freq, plan.offsets)
 
 
+def _write_assets(assets: Mapping[str, bytes], folder: Path) -> None:
+    """Writes what belongs to text, and uses it once: better refused now than when all is built."""
+    for name, data in assets.items():
+        (folder / name).write_bytes(data)
+    if manifests.TOKENIZER_NAME in assets:
+        tokenizer = Tokenizer.load(folder)
+        if tokenizer.has_chat_template:
+            tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+
+
 def _lower(
     spec: EntrySpec, format: Format, sizes: Sizes, plan: WeightsPlan, place: Place
 ) -> tuple[Program, ProgramTime]:
@@ -248,9 +262,6 @@ def _manifest(
     programs: list[Program],
     folder: Path,
 ) -> Manifest:
-    assets = checkpoint.assets()
-    for name, data in assets.items():
-        (folder / name).write_bytes(data)
     files = {path.name: describe(path) for path in sorted(folder.iterdir())}
     return Manifest(
         schema=f"{manifests.SCHEMA_MAJOR}.{manifests.SCHEMA_MINOR}",
@@ -261,8 +272,8 @@ def _manifest(
         max_seq=sizes.max_seq,
         batch=sizes.batch,
         weights=recipe.weights,
-        tokenizer="tokenizers" if "tokenizer.json" in assets else None,
-        has_chat_template="chat_template.jinja" in assets,
+        tokenizer="tokenizers" if manifests.TOKENIZER_NAME in files else None,
+        has_chat_template=manifests.CHAT_TEMPLATE_NAME in files,
         stop_tokens=checkpoint.stop_tokens,
         toolchain=dict(_toolchain()),
         programs=tuple(programs),

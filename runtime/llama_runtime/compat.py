@@ -38,7 +38,7 @@ def _reason(program: Program, device: str, allow_native: bool) -> tuple[str, str
     target = program.target
     kind = device.partition(":")[0]
     if target.device != kind:
-        hint = f"load it with device={target.device!r}, or build it with --device {kind}"
+        hint = f"load it with --device {target.device}, or build it with --device {kind}"
         return f"made for {target.device}, asked for {device}", hint
     if program.format == "aoti" and not allow_native:
         return "native code, which --no-native refuses", "use --format pt2 or onnx"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llama_artifacts.bundle import Bundle, check_digest, open_bundle
-from llama_artifacts.errors import CompatibilityError, InputError, ManifestError, TokenizerError
+from llama_artifacts.errors import CompatibilityError, InputError, TokenizerError
 from llama_artifacts.manifest import (
     CHAT_TEMPLATE_NAME,
     FORMATS,
@@ -122,8 +122,6 @@ class LoadedBundle:
         with self._lock:
             if self._weights is None:
                 digest = self.manifest.weights_header
-                if digest is None:
-                    raise ManifestError("missing key", where=f"{self.folder}#weights_header")
                 weights = map_weights(self._bundle.path(WEIGHTS_NAME), header_sha256=digest)
                 if self._device.type != "cpu":
                     weights = {name: tensor.to(self._device) for name, tensor in weights.items()}

@@ -547,3 +547,15 @@ def test_tiny_tokenizer_round_trips(tmp_path: Path, vocab_size: int) -> None:
     assert ids[0] == 1
     assert max(ids) < vocab_size
     assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_of_a_far_smaller_vocabulary(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny", vocab_size=128)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"] = {"a": 0}
+    tokenizer["added_tokens"] = []
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(TokenizerError, match="has 1 tokens, less than half of") as caught:
+        HfCheckpoint.open(folder)
+    assert caught.value.hint == "the tokenizer belongs to another model"

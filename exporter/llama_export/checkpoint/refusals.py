@@ -24,7 +24,7 @@ def refuse_quantization(fields: Fields) -> None:
         method = scheme.text("quant_method") or "unnamed"
         later = " yet" if method == "compressed-tensors" else ""
         raise CheckpointError(
-            f"quant_method {quoted(method)} is not supported{later}",
+            f"quant_method {quoted(method)} is not supported{later}; supported: none",
             where=fields.place(f"{key}.quant_method"),
             hint="use the unquantised checkpoint of the same model, or a GGUF file",
         )

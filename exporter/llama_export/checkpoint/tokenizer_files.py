@@ -30,6 +30,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[str]:
         if is_there(folder / SENTENCEPIECE):
             note += f" ({SENTENCEPIECE} alone is not read; convert it with transformers)"
         return [note]
+    num_tokens = 0
     for token, index in _tokens(read_json(path, error=TokenizerError), path):
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             message = f"expected a non-negative id for token {shown(token)}, got {shown(index)}"
@@ -38,6 +39,11 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[str]:
             message = f"token {shown(token)} has id {index}, the model's vocab_size is {vocab_size}"
             hint = "the tokenizer belongs to another model, or tokens were added without resizing"
             raise TokenizerError(message, where=path, hint=hint)
+        num_tokens = max(num_tokens, index + 1)
+    # Published models pad their vocabulary, but not to twice its size.
+    if 2 * num_tokens < vocab_size:
+        message = f"has {num_tokens} tokens, less than half of the model's vocab_size {vocab_size}"
+        raise TokenizerError(message, where=path, hint="the tokenizer belongs to another model")
     return []
 
 

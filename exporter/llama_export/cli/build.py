@@ -40,6 +40,7 @@ class BuildCommand(Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Presets"):
             formatter.write_text(", ".join(sorted(presets.names())))
+            formatter.write_text("The -fp8 preset is known, but FP8 weights cannot be read yet.")
         super().format_epilog(ctx, formatter)
 
 
@@ -78,11 +79,10 @@ class BuildCommand(Command):
 @option(
     "--max-seq",
     group=STATES,
-    type=click.IntRange(min=2),
+    type=click.IntRange(min=8),
     metavar="N",
     show_default=f"the preset's, else the model's but at most {DEFAULT_MAX_SEQ:,}",
-    help="Positions that a state holds. The last one is scratch, so prompt and answer together"
-    " may be N-1 tokens long.",
+    help="Positions that a state holds. The last one is scratch; N-1 can be filled.",
 )
 @option(
     "--batch",
@@ -189,5 +189,6 @@ def _next_commands(folder: Path) -> list[str]:
     commands.append(f"llama-export verify {path}")
     if {"prefill", "decode"} & set(manifest.entries()):
         prompt = '-p "Why is the sky blue?"' if manifest.tokenizer else '--tokens "1 2 3"'
-        commands.append(f"llama-export run {path} {prompt}")
+        device = "" if manifest.programs[0].target.device == "cpu" else " --device cuda"
+        commands.append(f"llama-export run {path}{device} {prompt}")
     return commands
