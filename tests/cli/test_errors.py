@@ -66,7 +66,9 @@ def test_a_message_of_several_lines_and_control_characters_stays_on_one_line(
     fakes.install(monkeypatch, "llama_export.build", build=build)
     result = invoke("build", "model")
     assert result.exit_code == 1
-    assert result.stderr == "error: a b: one two \\x1b[31mred\\x9b\n"
+    line, hint = result.stderr.splitlines()
+    assert line == "error: a b: one two \\x1b[31mred\\x9b"
+    assert hint == f"hint: {CheckpointError.default_hint}"
 
 
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

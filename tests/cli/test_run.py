@@ -178,7 +178,7 @@ def test_a_failure_in_the_middle_ends_the_line_of_text(monkeypatch: pytest.Monke
     result = invoke("run", "b", "-p", "x")
     assert result.exit_code == 1
     assert result.stdout == "half\n"
-    assert result.stderr == "error: pos: no room\n"
+    assert result.stderr == f"error: pos: no room\nhint: {InputError.default_hint}\n"
 
 
 def test_a_failure_with_json_prints_the_error_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.errors import BuildError, CheckpointError, LlamaExportError, VerificationError
+from llama_artifacts.errors import (
+    BuildError,
+    CheckpointError,
+    LlamaExportError,
+    TokenizerError,
+    VerificationError,
+)
 from llama_export import build as building
 from llama_export.build import BuildResult, build, describe_rope
 from llama_export.checkpoint.config import RopeConfig
@@ -455,3 +461,27 @@ def test_a_checkpoint_of_an_odd_but_printable_name(recipe: Recipe, tmp_path: Pat
 )
 def test_the_rope_in_words(rope: RopeConfig, text: str) -> None:
     assert describe_rope(rope) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", '{"model": {"type": "Odd", "vocab": {"a": 127}}}'),
+        ("tokenizer_config.json", "<!doctype html>"),
+        ("chat_template.jinja", "{% for message in"),
+        ("chat_template.jinja", "{{ raise_exception('no') }}"),
+    ],
+)
+def test_files_of_text_are_used_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("llama_export.build._lower", never)
+    folder = write_tiny(tmp_path / "tiny")
+    (folder / name).write_text(content)
+    with pytest.raises(TokenizerError) as caught:
+        build(Recipe(str(folder), tmp_path / "out", ("decode",), ("pt2",)))
+    assert caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
