@@ -64,3 +64,23 @@ def short_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 def tiny_loaded(tiny_bundle: Path) -> dict[str, llama_runtime.LoadedBundle]:
     """The tiny bundle, loaded once in each format."""
     return {format: llama_runtime.load(tiny_bundle, format=format) for format in FORMATS}
+
+
+@pytest.fixture(scope="session")
+def tiny_packed_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packed, slot and paged entries in every format: four rows, pages of 16 positions."""
+    folder = shared_folder(tmp_path_factory)
+    output = folder / "tiny packed bundle"
+    entries = (
+        "prefill_slots",
+        "prefill_packed",
+        "step_packed",
+        "decode_rows",
+        "training",
+        "serving",
+    )
+    with FileLock(folder / "packed.lock"):
+        if not output.exists():
+            recipe = Recipe(str(tiny_checkpoint), output, entries, max_seq=TINY_MAX_SEQ, batch=4)
+            build(recipe)
+    return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,22 @@ from llama_artifacts.errors import InputError
 from llama_artifacts.strict_json import shown
 
 Shape = tuple[int | str, ...]
-"""A size per axis: a number, or the name of a dynamic dimension."""
+"""A size per axis: a number, the name of a dynamic dimension or, in outputs, a multiple: `2*Rows`."""
+
+
+def parts(size: str) -> tuple[int, str]:
+    """The factor and the dimension of a size: 1 and `S` of `S`, 2 and `Rows` of `2*Rows`."""
+    factor, star, name = size.partition("*")
+    return (int(factor), name) if star and factor.isdecimal() and int(factor) else (1, size)
+
+
+def resolve(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape in a call where dimensions have these sizes."""
+    resolved = []
+    for size in shape:
+        factor, name = (1, "") if isinstance(size, int) else parts(size)
+        resolved.append(size if isinstance(size, int) else factor * sizes[name])
+    return tuple(resolved)
 
 
 @dataclass(frozen=True)
@@ -37,17 +53,40 @@ class Dim:
 class Bounds:
     """The values an integer input may hold.
 
-    With `span`, the name of a dimension, value + size - 1 must not exceed `max` either: the input
-    is the first of so many positions.
+    Attributes:
+        min: the smallest.
+        max: the largest.
+        span: a dimension; value + size - 1 must not exceed `max`: the input is the first of so
+            many positions.
+        dim: a dimension; value must not exceed scale * size + offset either, such as an index
+            into an axis of the call.
+        scale: see `dim`.
+        offset: see `dim`.
     """
 
     min: int
     max: int
     span: str | None = None
+    dim: str | None = None
+    scale: int = 1
+    offset: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min <= self.max:
-            raise ValueError(f"expected 0 <= min <= max, got {self.min}, {self.max}")
+        if not -1 <= self.min <= self.max:
+            raise ValueError(f"expected -1 <= min <= max, got {self.min}, {self.max}")
+        if self.scale < 1:
+            raise ValueError(f"expected a scale of at least 1, got {self.scale}")
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dimensions that the bounds depend on."""
+        return tuple(name for name in (self.span, self.dim) if name is not None)
+
+    def largest(self, sizes: Mapping[str, int]) -> int:
+        """The largest value in a call of these sizes, `span` aside."""
+        if self.dim is None:
+            return self.max
+        return min(self.max, self.scale * sizes[self.dim] + self.offset)
 
 
 @dataclass(frozen=True)
@@ -65,22 +104,23 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor that a program reads and writes in place; zeros when new."""
+    """One tensor that a program reads and writes in place; zeros when new.
+
+    A pool of pages has a dynamic dimension, which is chosen when the state is made.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
     def __post_init__(self) -> None:
         _check_spec(self.name, self.dtype, self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state in bytes."""
-        total = from_name(self.dtype).num_bytes
-        for size in self.shape:
-            total *= size
-        return total
+        """Size of the state in bytes, of one page where it is a pool."""
+        fixed = [size for size in self.shape if isinstance(size, int)]
+        return math.prod(fixed) * from_name(self.dtype).num_bytes
 
 
 @dataclass(frozen=True)
@@ -107,19 +147,25 @@ class Signature:
                 raise ValueError(f"expected distinct {kind} names, got {shown(twice[0])} twice")
         if not self.outputs:
             raise ValueError("expected at least one output")
-        known = {dim.name for dim in self.dims}
-        bound = {size for spec in self.inputs for size in spec.shape}
+        self._check_dims()
+
+    def _check_dims(self) -> None:
+        called: tuple[TensorSpec | StateSpec, ...] = (*self.inputs, *self.states)
+        uses = [(spec.name, size) for spec in called for size in spec.shape]
+        known, bound = {dim.name for dim in self.dims}, {size for _, size in uses}
         for spec in (*self.inputs, *self.outputs):
-            span = spec.values.span if spec.values else None
-            for name in (*spec.shape, *(() if span is None else (span,))):
-                if isinstance(name, str) and name not in known:
-                    raise ValueError(f"`{spec.name}` has the undeclared dimension {shown(name)}")
-                if name not in bound and isinstance(name, str):
-                    raise ValueError(f"`{spec.name}` has the dimension `{name}` of no input")
+            uses += [(spec.name, dim) for dim in (spec.values.dims if spec.values else ())]
+        for spec in self.outputs:
+            uses += [(spec.name, parts(s)[1]) for s in spec.shape if isinstance(s, str)]
+        for name, size in uses:
+            if isinstance(size, str) and size not in known:
+                raise ValueError(f"`{name}` has the undeclared dimension {shown(size)}")
+            if isinstance(size, str) and size not in bound:
+                raise ValueError(f"`{name}` has the dimension `{size}` of no input")
 
     @property
     def state_bytes(self) -> int:
-        """Size of one set of states in bytes."""
+        """Size of one set of states in bytes, with pools of one page."""
         return sum(spec.num_bytes for spec in self.states)
 
     def dim(self, name: str) -> Dim:
@@ -178,8 +224,9 @@ def check_values(spec: TensorSpec, smallest: int, largest: int, sizes: Mapping[s
     if smallest < bounds.min:
         raise InputError(f"expected at least {bounds.min}, got {smallest}", where=spec.name)
     if bounds.span is None:
-        if largest > bounds.max:
-            raise InputError(f"expected at most {bounds.max}, got {largest}", where=spec.name)
+        allowed = bounds.largest(sizes)
+        if largest > allowed:
+            raise InputError(f"expected at most {allowed}, got {largest}", where=spec.name)
     elif largest + sizes[bounds.span] - 1 > bounds.max:
         raise InputError(
             f"expected {spec.name} + {bounds.span} - 1 at most {bounds.max}, "

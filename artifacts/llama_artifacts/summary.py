@@ -152,9 +152,12 @@ def show_bytes(num_bytes: int) -> str:
 
 def show_bounds(bounds: Bounds, name: str) -> str:
     """The values an input may hold, such as `0 to 2046`."""
-    if bounds.span is None:
+    if bounds.span is not None:
+        return f"from {bounds.min}; {name}+{bounds.span}-1 to {bounds.max}"
+    if bounds.dim is None:
         return f"{bounds.min} to {bounds.max}"
-    return f"from {bounds.min}; {name}+{bounds.span}-1 to {bounds.max}"
+    size = bounds.dim if bounds.scale == 1 else f"{bounds.scale}*{bounds.dim}"
+    return f"{bounds.min} to {size}{f'{bounds.offset:+d}' if bounds.offset else ''}"
 
 
 def show_target(target: Target) -> str:

@@ -126,7 +126,7 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
 def _specs(recipe: Recipe) -> tuple[EntrySpec, ...]:
     if not recipe.entries or not recipe.formats:
         raise BuildError("nothing to build", hint="name at least one --entry and one --format")
-    return tuple(registry.find(name) for name in dict.fromkeys(recipe.entries))
+    return registry.expand(recipe.entries)
 
 
 def _formats(recipe: Recipe) -> tuple[Format, ...]:
@@ -180,7 +180,10 @@ def _sizes(recipe: Recipe, checkpoint: Checkpoint) -> Sizes:
         )
     if recipe.batch < 1:
         raise BuildError(f"expected --batch of at least 1, got {recipe.batch}")
-    return Sizes(config, recipe.batch, max_seq, recipe.dtype or checkpoint.dtype)
+    if not 1 <= recipe.page_size <= max_seq:
+        raise BuildError(f"expected --page-size from 1 to {max_seq}, got {recipe.page_size}")
+    dtype = recipe.dtype or checkpoint.dtype
+    return Sizes(config, recipe.batch, max_seq, dtype, recipe.page_size)
 
 
 def _place(

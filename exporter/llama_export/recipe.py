@@ -19,11 +19,13 @@ class Recipe:
     Attributes:
         model: a checkpoint folder, a `.gguf` file, a hub `owner/name[@revision]` or a preset.
         output: the folder to write; None: the model's short name, in the current folder.
-        entries: which entries to build.
+        entries: which entries to build; a group of `llama_export.entries.registry` stands for its
+            members.
         formats: in which formats.
         max_seq: positions of a state, the last of which is scratch; None: the preset's, else
             the smaller of the model's own limit and 2,048.
         batch: rows of the `rows` states.
+        page_size: positions of a page of the `pool` states.
         dtype: compute dtype `bf16`, `f16` or `f32`; None: the checkpoint's.
         device: `cpu` or `cuda`.
         weights: `copy` them into the bundle, or `none`: programs only.
@@ -37,6 +39,7 @@ class Recipe:
     formats: tuple[Format, ...] = FORMATS
     max_seq: int | None = None
     batch: int = 1
+    page_size: int = 16
     dtype: Literal["bf16", "f16", "f32"] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     weights: Literal["copy", "none"] = "copy"

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from llama_artifacts.dtypes import from_name, from_torch
 from llama_artifacts.errors import BuildError
-from llama_artifacts.signature import Shape, Signature, TensorSpec
+from llama_artifacts.signature import Shape, Signature, TensorSpec, parts, resolve
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries.registry import EntrySpec
@@ -119,20 +119,23 @@ def _example_sizes(signature: Signature) -> dict[str, int]:
 def _arguments(signature: Signature, sizes: Mapping[str, int]) -> tuple[Any, Any]:
     dims = {dim.name: Dim(dim.name, min=dim.min, max=dim.max) for dim in signature.dims}
     inputs = tuple(_example(spec, sizes) for spec in signature.inputs)
-    dynamic: tuple[Any, ...] = tuple(
-        {axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)} or None
-        for spec in signature.inputs
-    )
+    dynamic: tuple[Any, ...] = tuple(_axes(spec.shape, dims) for spec in signature.inputs)
     if not signature.states:
         return inputs, dynamic
-    flat = [torch.empty(s.shape, dtype=torch_dtype(s.dtype)) for s in signature.states]
+    flat = [
+        torch.empty(resolve(s.shape, sizes), dtype=torch_dtype(s.dtype)) for s in signature.states
+    ]
+    axes = [_axes(state.shape, dims) for state in signature.states]
     states = list(zip(flat[::2], flat[1::2], strict=True))
-    return (*inputs, states), (*dynamic, [(None, None)] * len(states))
+    return (*inputs, states), (*dynamic, list(zip(axes[::2], axes[1::2], strict=True)))
+
+
+def _axes(shape: Shape, dims: Mapping[str, Any]) -> dict[int, Any] | None:
+    return {axis: dims[size] for axis, size in enumerate(shape) if isinstance(size, str)} or None
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-    shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-    return torch.zeros(shape, dtype=torch_dtype(spec.dtype))
+    return torch.zeros(resolve(spec.shape, sizes), dtype=torch_dtype(spec.dtype))
 
 
 def _ensure(program: ExportedProgram, job: Job, *, returns_states: bool) -> None:
@@ -190,12 +193,13 @@ def _ensure_tensor(
             if not isinstance(size, int) or size != declared:
                 _fail(job, f"`{name}` has size {size} in the graph, declared {declared}")
             continue
-        dim = job.signature.dim(declared)
-        symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        factor, dim_name = parts(declared)
+        dim = job.signature.dim(dim_name)
+        symbol = size.node.expr / factor if isinstance(size, torch.SymInt) else None
         bounds = program.range_constraints.get(symbol) if symbol is not None else None
         if bounds is None:
             _fail(job, f"`{name}`: dimension {declared} is {size} in the graph, not dynamic")
-        elif symbols.setdefault(symbol, declared) != declared:
+        elif symbols.setdefault(symbol, dim_name) != dim_name:
             _fail(job, f"`{name}`: {declared} is {symbols[symbol]} in the graph")
         elif not (bounds.lower <= dim.min and dim.max <= bounds.upper):
             _fail(

@@ -9,7 +9,7 @@ import torch
 
 from llama_artifacts.errors import InputError, IntegrityError
 from llama_artifacts.manifest import Program as ProgramRecord
-from llama_artifacts.signature import Signature, check_values
+from llama_artifacts.signature import Signature, check_values, resolve
 from llama_runtime.programs.base import Program
 from llama_runtime.states import States, as_tensor, check_tensor, torch_dtype
 
@@ -38,9 +38,17 @@ class Entry:
         self.device = device
         self._program = program
 
-    def new_states(self) -> States:
-        """States of this entry, all zero."""
-        return States.zeros(self.signature.states, self.device)
+    def new_states(self, **sizes: int) -> States:
+        """States of this entry, all zero.
+
+        Args:
+            sizes: of the states' dynamic dimensions, such as `PoolPages=64` for a pool.
+
+        Raises:
+            InputError: a dimension is missing, unknown, or out of its range.
+        """
+        self._check_sizes(sizes)
+        return States.zeros(self.signature.states, self.device, sizes)
 
     def __call__(
         self, states: Mapping[str, torch.Tensor] | None = None, /, **inputs: Any
@@ -59,6 +67,7 @@ class Entry:
         }
         shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in inputs}
         sizes = self.signature.bind(shapes)
+        flat_states = self._checked(states, sizes)
         for spec in self.signature.inputs:
             tensor = tensors[spec.name]
             check_tensor(spec.name, spec.dtype, None, tensor, _CPU)
@@ -66,15 +75,14 @@ class Entry:
                 smallest, largest = tensor.aminmax()
                 check_values(spec, int(smallest), int(largest), sizes)
         flat = [tensors[spec.name].to(self.device) for spec in self.signature.inputs]
-        outputs = self._program.run(flat, self._checked(states), sizes)
+        outputs = self._program.run(flat, flat_states, sizes)
         self._check_outputs(outputs, sizes)
         return outputs
 
     def _check_outputs(self, outputs: list[torch.Tensor], sizes: Mapping[str, int]) -> None:
         found = [(output.dtype, tuple(output.shape)) for output in outputs]
         declared = [
-            (torch_dtype(spec.dtype), tuple(sizes.get(str(size), size) for size in spec.shape))
-            for spec in self.signature.outputs
+            (torch_dtype(spec.dtype), resolve(spec.shape, sizes)) for spec in self.signature.outputs
         ]
         if found != declared:
             raise IntegrityError(
@@ -82,7 +90,9 @@ class Entry:
                 hint="build the bundle again",
             )
 
-    def _checked(self, states: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
+    def _checked(
+        self, states: Mapping[str, torch.Tensor] | None, sizes: dict[str, int]
+    ) -> list[torch.Tensor]:
         specs = self.signature.states
         if not specs:
             if states is not None and not (isinstance(states, Mapping) and len(states) == 0):
@@ -98,4 +108,23 @@ class Entry:
             )
         if not isinstance(states, States) or (states.specs, states.device) != (specs, self.device):
             states = States(specs, states, self.device)
+        self._check_sizes(states.sizes)
+        sizes.update(states.sizes)
         return states.tensors()
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        shapes = [spec.shape for spec in self.signature.states]
+        needed = {size for shape in shapes for size in shape if isinstance(size, str)}
+        if sizes.keys() != needed:
+            expected = ", ".join(sorted(needed)) or "no sizes"
+            given = ", ".join(sorted(sizes)) or "none"
+            raise InputError(f"expected {expected} for new states, got {given}", where="states")
+        for name, size in sizes.items():
+            dim = self.signature.dim(name)
+            if (
+                isinstance(size, bool)
+                or not isinstance(size, int)
+                or not dim.min <= size <= dim.max
+            ):
+                message = f"expected {name} from {dim.min} to {dim.max}, got {size!r}"
+                raise InputError(message, where="states")

@@ -10,7 +10,7 @@ import torch
 
 from llama_artifacts.dtypes import BY_TORCH, from_name
 from llama_artifacts.errors import InputError
-from llama_artifacts.signature import StateSpec, show
+from llama_artifacts.signature import StateSpec, resolve, show
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -37,18 +37,28 @@ class States(Mapping[str, torch.Tensor]):
                 f"expected states by name, got a {type(tensors).__name__}", where="states"
             )
         _check_names([spec.name for spec in specs], list(tensors))
+        sizes = _sizes(specs, tensors)
         for spec in specs:
-            check_tensor(spec.name, spec.dtype, spec.shape, tensors[spec.name], device)
+            shape = resolve(spec.shape, sizes)
+            check_tensor(spec.name, spec.dtype, shape, tensors[spec.name], device)
         _check_apart({spec.name: tensors[spec.name] for spec in specs})
         self.specs = specs
+        self.sizes = sizes
         self.device = device
         self._tensors = {spec.name: tensors[spec.name] for spec in specs}
 
     @classmethod
-    def zeros(cls, specs: tuple[StateSpec, ...], device: torch.device) -> States:
-        """New states, all zero."""
+    def zeros(
+        cls,
+        specs: tuple[StateSpec, ...],
+        device: torch.device,
+        sizes: Mapping[str, int] | None = None,
+    ) -> States:
+        """New states, all zero; `sizes` are those of dynamic dimensions, if there are any."""
         tensors = {
-            spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+            spec.name: torch.zeros(
+                resolve(spec.shape, sizes or {}), dtype=torch_dtype(spec.dtype), device=device
+            )
             for spec in specs
         }
         return cls(specs, tensors, device)
@@ -70,6 +80,20 @@ class States(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _sizes(specs: tuple[StateSpec, ...], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sizes of dynamic dimensions, as the first state that has them shows."""
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        shape = getattr(tensors[spec.name], "shape", ())
+        for declared, size in zip(spec.shape, shape, strict=False):
+            if isinstance(declared, str):
+                sizes.setdefault(declared, int(size))
+        for declared in spec.shape:
+            if isinstance(declared, str):
+                sizes.setdefault(declared, 0)
+    return sizes
 
 
 def as_tensor(name: str, dtype: str, value: Any) -> torch.Tensor:

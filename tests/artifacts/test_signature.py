@@ -13,11 +13,13 @@ from llama_artifacts.signature import (
     StateSpec,
     TensorSpec,
     check_values,
+    resolve,
     show,
 )
 
 TOKENS = TensorSpec("tokens", "i32", ("B", "S"), Bounds(0, 255))
 POS = TensorSpec("pos", "i32", (), Bounds(0, 62, "S"))
+INDEX = TensorSpec("index", "i32", (), Bounds(-1, 62, dim="S", scale=2, offset=-1))
 MASK = TensorSpec("mask", "bool", ("S", 4))
 LOGITS = TensorSpec("logits", "f32", ("B", 256))
 B, S = Dim("B", 1, 8), Dim("S", 2, 63)
@@ -89,6 +91,9 @@ def test_missing_and_unknown_inputs_are_named(names: list[str], expected: str) -
         (POS, 0, 59, "pos: expected pos + S - 1 at most 62, got 59 + 5 - 1"),
         (POS, -1, 58, "pos: expected at least 0, got -1"),
         (MASK, -(2**31), 2**31, None),
+        (INDEX, -1, 9, None),
+        (INDEX, -2, 9, "index: expected at least -1, got -2"),
+        (INDEX, 0, 10, "index: expected at most 9, got 10"),
     ],
 )
 def test_values_are_held_against_their_bounds(
@@ -110,8 +115,9 @@ def test_values_are_held_against_their_bounds(
         (lambda: Dim("", 1, 2), "expected an identifier as a dimension's name, got ``"),
         (lambda: Dim("S", 0, 2), "expected 1 <= min <= max for `S`, got 0, 2"),
         (lambda: Dim("S", 3, 2), "expected 1 <= min <= max for `S`, got 3, 2"),
-        (lambda: Bounds(-1, 2), "expected 0 <= min <= max, got -1, 2"),
-        (lambda: Bounds(3, 2), "expected 0 <= min <= max, got 3, 2"),
+        (lambda: Bounds(-2, 2), "expected -1 <= min <= max, got -2, 2"),
+        (lambda: Bounds(3, 2), "expected -1 <= min <= max, got 3, 2"),
+        (lambda: Bounds(0, 2, dim="S", scale=0), "expected a scale of at least 1, got 0"),
         (lambda: TensorSpec("", "f32", ()), "expected a name, got an empty string"),
         (lambda: TensorSpec("x", "f33", ()), "unknown dtype `f33`"),
         (lambda: TensorSpec("x", "f32", (2, 0)), "expected sizes of at least 1 in `x`, got [2, 0]"),
@@ -124,6 +130,8 @@ def test_a_part_that_makes_no_sense_is_refused(make: Any, expected: str) -> None
 
 
 STATE = StateSpec("cache", "bf16", (2, 3))
+POOL = StateSpec("pool", "bf16", ("Pages", 3))
+DOUBLED = TensorSpec("x", "f32", ("2*S",))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +160,16 @@ STATE = StateSpec("cache", "bf16", (2, 3))
             "`pos` has the dimension `S` of no input",
         ),
         ((POS,), (), (TensorSpec("x", "f32", ()),), (), "`pos` has the undeclared dimension `S`"),
+        ((INDEX,), (), (LOGITS,), (B,), "`index` has the undeclared dimension `S`"),
+        ((TOKENS,), (POOL,), (LOGITS,), (B, S), "`pool` has the undeclared dimension `Pages`"),
+        ((TOKENS, DOUBLED), (), (LOGITS,), (B, S), "`x` has the undeclared dimension `2*S`"),
+        (
+            (TOKENS,),
+            (),
+            (TensorSpec("y", "f32", ("0*S",)),),
+            (B, S),
+            "`y` has the undeclared dimension `0*S`",
+        ),
     ],
 )
 def test_a_signature_that_cannot_be_called_is_refused(
@@ -159,6 +177,12 @@ def test_a_signature_that_cannot_be_called_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
         Signature(inputs, states, outputs, dims)
+
+
+def test_sizes_of_a_call_give_the_shapes() -> None:
+    Signature((TOKENS,), (POOL,), (LOGITS, DOUBLED), (B, S, Dim("Pages", 1, 9)))
+    assert resolve((4, "S", "2*S"), {"S": 5}) == (4, 5, 10)
+    assert POOL.num_bytes == 6  # of one page
 
 
 def test_state_bytes_add_up() -> None:

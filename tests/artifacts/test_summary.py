@@ -142,3 +142,6 @@ def test_bytes_for_people(num_bytes: int, text: str) -> None:
 def test_bounds_for_people() -> None:
     assert summary.show_bounds(Bounds(0, 9), "pos") == "0 to 9"
     assert summary.show_bounds(Bounds(0, 9, "S"), "pos") == "from 0; pos+S-1 to 9"
+    assert summary.show_bounds(Bounds(0, 9, dim="S"), "index") == "0 to S"
+    paged = Bounds(-1, 9, dim="Pages", scale=16, offset=-1)
+    assert summary.show_bounds(paged, "positions") == "-1 to 16*Pages-1"

@@ -18,7 +18,7 @@ def test_every_entry_with_all_its_tensors_and_dimensions() -> None:
 
 def test_names_of_sizes_are_explained() -> None:
     text = invoke("entries").stdout
-    for name in ("Batch, MaxSeq", "V, T", "rows"):
+    for name in ("Batch, MaxSeq, PageSize", "V, H, T", "rows", "pool"):
         assert f"\n  {name}  " in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -20,7 +21,22 @@ NAMES = [spec.name for spec in registry.entries()]
 
 
 def test_the_entries_in_order() -> None:
-    assert NAMES == ["forward", "next_token", "prefill", "decode", "decode_rows"]
+    assert NAMES == [
+        "forward",
+        "next_token",
+        "prefill",
+        "decode",
+        "decode_rows",
+        "prefill_slots",
+        "prefill_packed",
+        "step_packed",
+        "loss_packed",
+        "log_probs_packed",
+        "hidden_packed",
+        "decode_paged",
+        "prefill_paged",
+        "step_paged",
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,6 +101,34 @@ def test_a_chunk_is_bounded_by_the_state_and_by_the_entry() -> None:
     spec = registry.find("prefill")
     assert spec.signature(Sizes(config, 1, 8192, "f32")).dims == (Dim("S", 1, 512),)
     assert spec.signature(Sizes(config, 1, 8, "f32")).dims == (Dim("S", 1, 7),)
+
+
+def test_a_pool_has_a_dynamic_number_of_pages() -> None:
+    signature = registry.find("decode_paged").signature(
+        dataclasses.replace(SIZES, page_len=4, max_seq=62)
+    )
+    assert signature.states[0] == StateSpec("pool.0.key", "bf16", ("PoolPages", 2, 4, 16))
+    assert signature.dim("Pages") == Dim("Pages", 1, 16)
+    bounds = {spec.name: spec.values for spec in signature.inputs}
+    assert bounds["positions"] is not None
+    assert bounds["positions"].min == -1
+    assert bounds["positions"].largest({"Pages": 3}) == 11
+    assert bounds["table"] is not None
+    assert bounds["table"].largest({"PoolPages": 9}) == 8
+
+
+@pytest.mark.parametrize(
+    ("names", "expanded"),
+    [
+        (["all"], NAMES),
+        (["serving"], ["decode_paged", "prefill_paged", "step_paged"]),
+        (["training"], ["loss_packed", "log_probs_packed", "hidden_packed"]),
+        (["decode", "serving", "decode_paged", "decode"],
+         ["decode", "decode_paged", "prefill_paged", "step_paged"]),
+    ],
+)  # fmt: skip
+def test_groups_stand_for_their_members(names: list[str], expanded: list[str]) -> None:
+    assert [spec.name for spec in registry.expand(names)] == expanded
 
 
 def test_declarations_need_no_torch() -> None:

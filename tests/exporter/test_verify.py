@@ -17,7 +17,7 @@ from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import describe
 from llama_artifacts.errors import IntegrityError, ManifestError, VerificationError
 from llama_artifacts.manifest import Manifest
-from llama_export import verify as verifying
+from llama_export import drivers
 from llama_export.build import build
 from llama_export.recipe import Recipe
 from llama_export.report import Reporter
@@ -239,19 +239,19 @@ def test_poison_and_two_rows_catch_a_read_of_what_was_never_written(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask that is one position too wide passes on zeros only if nobody poisons the states."""
-    assert verifying.POISON >= 1e3
+    assert drivers.POISON >= 1e3
     filled: list[float] = []
-    original = verifying._poisoned
+    original = drivers._poisoned
 
-    def poisoned(entry: verifying.Entry) -> verifying.States:
-        states = original(entry)
+    def poisoned(entry: drivers.Entry, **sizes: int) -> drivers.States:
+        states = original(entry, **sizes)
         filled.extend(float(tensor.min()) for tensor in states.values())
         return states
 
-    monkeypatch.setattr(verifying, "_poisoned", poisoned)
+    monkeypatch.setattr(drivers, "_poisoned", poisoned)
     verify(bundle, formats=("pt2",))
     assert filled
-    assert set(filled) == {verifying.POISON}
+    assert set(filled) == {drivers.POISON}
 
 
 def test_results_can_be_written_as_json(small: Path) -> None:

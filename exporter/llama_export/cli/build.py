@@ -53,7 +53,8 @@ class BuildCommand(Command):
     multiple=True,
     metavar="NAME",
     default=DEFAULT_ENTRIES,
-    help="An entry to build; repeat it for several. The `entries` command lists them.",
+    help="An entry to build, or a group (all, serving, training); repeat it for several. The"
+    " `entries` command lists them.",
 )
 @formats_option(
     "A format to build every entry in; repeat it for several. pt2 is torch.export's portable"
@@ -91,6 +92,14 @@ class BuildCommand(Command):
     default=1,
     metavar="N",
     help="Rows of the states: sequences that one call advances.",
+)
+@option(
+    "--page-size",
+    group=STATES,
+    type=click.IntRange(min=1),
+    default=16,
+    metavar="N",
+    help="Positions of a page, in entries that keep a pool of pages.",
 )
 @option(
     "--output",
@@ -138,8 +147,7 @@ def command(*, model: str, as_json: bool, **choices: Any) -> None:
     from llama_export.entries import registry
 
     recipe = Recipe(model, **choices)
-    for entry in recipe.entries:
-        registry.find(entry)
+    registry.expand(recipe.entries)
 
     from llama_export.build import build
 

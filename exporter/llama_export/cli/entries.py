@@ -18,12 +18,13 @@ EXAMPLES = (
     ("Their names:", "llama-export entries --json | jq -r '.entries[].name'"),
 )
 _LEGEND = (
-    ("Batch, MaxSeq", "fixed by `build --batch` and `--max-seq`"),
-    ("V, T", "the vocabulary's size, the compute dtype"),
+    ("Batch, MaxSeq, PageSize", "fixed by `build --batch`, `--max-seq` and `--page-size`"),
+    ("V, H, T", "the vocabulary's size, the hidden width, the compute dtype"),
     ("other names", "dynamic: a call may choose any size in the range"),
     ("rows", "per layer a key and a value cache T [Batch, KvHeads, MaxSeq, HeadDim]"),
+    ("pool", "per layer key and value pages T [PoolPages, KvHeads, PageSize, HeadDim]"),
 )
-_STATE_NAMES = {None: "none", "rows": "rows"}
+_STATE_NAMES = {None: "none", "rows": "rows", "pool": "pool"}
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -72,17 +73,22 @@ def _tensor_row(tensor: Tensor) -> tuple[str, str, str, str]:
 
 def _values(name: str, values: Values) -> str:
     if values.span is None:
-        return f"0 to {_largest(values)}"
+        return f"{values.min} to {_largest(values)}"
     return f"from 0; {name}+{values.span}-1 to {_largest(values)}"
 
 
 def _largest(values: Values) -> str:
-    return f"{values.size}{values.offset:+d}" if values.offset else values.size
+    size = values.size if values.scale is None else f"{values.scale}*{values.size}"
+    return f"{size}{values.offset:+d}" if values.offset else size
 
 
 def _range(dim: Range) -> str:
     text = f"1 to {dim.max:,}"
-    return f"{text}, at most MaxSeq-1" if dim.fits_state else text
+    return f"{text}, at most {_limit(dim)}" if dim.fits else text
+
+
+def _limit(dim: Range) -> str | None:
+    return dim.fits and f"{dim.fits}{f'{dim.offset:+d}' if dim.offset else ''}"
 
 
 def _entry_dict(spec: EntrySpec) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def _entry_dict(spec: EntrySpec) -> dict[str, Any]:
                 "name": dim.name,
                 "min": 1,
                 "max": dim.max,
-                "limit": "MaxSeq-1" if dim.fits_state else None,
+                "limit": _limit(dim),
             }
             for dim in spec.dims
         ],
@@ -106,7 +112,7 @@ def _entry_dict(spec: EntrySpec) -> dict[str, Any]:
 
 def _tensor_dict(tensor: Tensor) -> dict[str, Any]:
     values = tensor.values
-    bounds = values and {"min": 0, "max": _largest(values), "span": values.span}
+    bounds = values and {"min": values.min, "max": _largest(values), "span": values.span}
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,

@@ -111,11 +111,12 @@ def _name_interface(model: ir.Model, signature: Signature) -> None:
 
 
 def _name_dims(model: ir.Model, signature: Signature) -> None:
-    named = [*signature.inputs, *signature.outputs]
-    values = [*model.graph.inputs[: len(signature.inputs)]]
-    values += model.graph.outputs[: len(signature.outputs)]
-    for value, spec in zip(values, named, strict=True):
-        value.shape = ir.Shape(spec.shape)
+    states = [state.shape for state in signature.states]
+    inputs = [spec.shape for spec in signature.inputs] + states
+    outputs = [spec.shape for spec in signature.outputs] + states
+    for values, shapes in ((model.graph.inputs, inputs), (model.graph.outputs, outputs)):
+        for value, shape in zip(values, shapes, strict=True):
+            value.shape = ir.Shape(shape)
 
 
 def _drop_values(model: ir.Model, job: Job) -> None:

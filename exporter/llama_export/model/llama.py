@@ -1,9 +1,9 @@
 """The network: one module whose parameter names are those of the Hugging Face checkpoint.
 
-Shape letters: B rows (sequences), S new tokens of a row, C cached positions in use, M positions a
-cache holds, K key/value heads, G query heads per key/value head, D head width, H hidden width,
-V vocabulary. Tokens and positions are int32. A state is one layer's (keys, values), [B, K, M, D]
-each, written in place; position M-1 is scratch that nobody reads.
+Shape letters: B rows (sequences), S new tokens of a row, P packed tokens, M positions a cache row
+holds, K key/value heads, N query heads, D head width, H hidden width, V vocabulary; `...` the axes
+of the call's tokens, [B, S] or [P]. Tokens, positions, rows, slots and tables are int32. States are
+written in place; position M-1 of a row and page 0 of a pool are scratch that nobody reads.
 
 Norms, rotations, attention scores and softmax are float32; every other result is rounded to the
 compute dtype where the reference implementation (transformers' Llama) rounds it.
@@ -22,11 +22,13 @@ from torch.nn import functional as F
 
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.model import rope
-
-State = tuple[Tensor, Tensor]
+from llama_export.model.attention import CachedRows, Context, Mixed, OwnKeys, Paged, State
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 """Name of the table of inverse frequencies among the weights."""
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines [..., 1, D] of the angles of a call's tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,17 @@ class Formulation:
         reads_positions: positions are read back as numbers, so that work follows the positions
             in use; not for CUDA graphs, where attention covers the whole state under a mask.
         max_fused_rows: a product of up to so many rows is written as multiply and reduce, which
-            a compiler fuses into one pass over the stored weight.
+            a compiler fuses into one pass over the stored weight; 0 also for attention.
     """
 
     dtype: torch.dtype
     reads_positions: bool
     max_fused_rows: int = 0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a compiler that fuses will see the graph."""
+        return self.max_fused_rows > 0
 
 
 class RMSNorm(nn.Module):
@@ -81,100 +88,28 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Formulation) -
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def write_rows(cache_BKMD: Tensor, new_BSKD: Tensor, positions_BS: Tensor) -> None:
-    """Writes token s of row b at its position, in place; positions may be [1, S] for all rows.
-
-    Every axis is indexed, so that the ONNX program scatters without transposing the cache.
-    """
-    rows = torch.arange(cache_BKMD.shape[0], device=cache_BKMD.device)[:, None, None]
-    heads = torch.arange(cache_BKMD.shape[1], device=cache_BKMD.device)
-    cache_BKMD.index_put_((rows, heads, positions_BS.long()[:, :, None]), new_BSKD)
-
-
-def attend(q_BNSD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible_BSC: Tensor | None) -> Tensor:
-    """Softmax attention in float32; [B, N, S, D]. `visible` None: every key is visible.
-
-    Query head j*G + i reads key/value head j; the heads of a group are folded into the query
-    length, so keys are never repeated. (Ainslie et al. 2023, grouped-query attention.)
-    """
-    _, N, S, D = q_BNSD.shape
-    K = k_BKCD.shape[1]
-    q = (q_BNSD.float() * D**-0.5).unflatten(1, (K, N // K)).flatten(2, 3)
-    scores = q @ k_BKCD.float().transpose(-1, -2)
-    if visible_BSC is not None:
-        hidden = ~visible_BSC.repeat(1, N // K, 1)[:, None]
-        scores = scores.masked_fill(hidden, float("-inf"))
-    mixed = scores.softmax(-1) @ v_BKCD.float()
-    return mixed.unflatten(2, (N // K, S)).flatten(1, 2)
-
-
-def attend_one(q_BND: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible_BC: Tensor | None) -> Tensor:
-    """`attend` for one query a row, written as products and sums that a compiler fuses."""
-    B, N, D = q_BND.shape
-    K = k_BKCD.shape[1]
-    q = (q_BND.float() * D**-0.5).reshape(B, K, N // K, 1, D)
-    scores = (q * k_BKCD.float()[:, :, None]).sum(-1)
-    if visible_BC is not None:
-        scores = scores.masked_fill(~visible_BC[:, None, None], float("-inf"))
-    weighted = scores.softmax(-1)[..., None] * v_BKCD.float()[:, :, None]
-    return weighted.sum(-2).reshape(B, N, D)
-
-
-@dataclass(frozen=True)
-class Span:
-    """The positions of one call, shared by all layers.
-
-    Attributes:
-        positions_BS: of the new tokens; [1, S] where all rows share them.
-        cos, sin: rotations of the positions, [B or 1, S, 1, D].
-        visible_BSC: which keys each token sees; None where it sees all `num_keys`.
-        num_keys: how many cached positions are read, a number or a symbol of the graph; None
-            without a state.
-    """
-
-    positions_BS: Tensor
-    cos: Tensor
-    sin: Tensor
-    visible_BSC: Tensor | None
-    num_keys: Any
-
-
 class Attention(nn.Module):
-    """Grouped-query attention of one layer, with or without a state."""
+    """Grouped-query attention of one layer in the context of a call."""
 
     def __init__(self, config: LlamaConfig, form: Formulation) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.form = config.head_dim, form
+        self.head_dim = config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q_width = config.num_heads * self.head_dim
+        kv_width = config.num_kv_heads * self.head_dim
         self.q_proj = Linear(hidden, q_width, form, bias=bias)
         self.k_proj = Linear(hidden, kv_width, form, bias=bias)
         self.v_proj = Linear(hidden, kv_width, form, bias=bias)
         self.o_proj = Linear(q_width, hidden, form, bias=bias)
 
-    def forward(self, x_BSH: Tensor, span: Span, state: State | None) -> Tensor:
-        q = rope.rotate(self._heads(self.q_proj(x_BSH)), span.cos, span.sin)
-        k = rope.rotate(self._heads(self.k_proj(x_BSH)), span.cos, span.sin)
-        v = self._heads(self.v_proj(x_BSH))
-        if state is None:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        else:
-            keys, values = state
-            write_rows(keys, k, span.positions_BS)
-            write_rows(values, v, span.positions_BS)
-            k, v = keys[:, :, : span.num_keys], values[:, :, : span.num_keys]
-        mixed = self._attend(q.transpose(1, 2), k, v, span.visible_BSC).to(x_BSH.dtype)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
+        q = rope.rotate(self._heads(self.q_proj(x)), *turn)
+        k = rope.rotate(self._heads(self.k_proj(x)), *turn)
+        mixed = context.mix(q, k, self._heads(self.v_proj(x)), state).to(x.dtype)
+        return self.o_proj(mixed.flatten(-2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        if q.shape[2] == 1 and self.form.max_fused_rows:
-            visible_BC = None if visible is None else visible[:, 0]
-            return attend_one(q[:, :, 0], k, v, visible_BC)[:, :, None]
-        return attend(q, k, v, visible)
 
 
 class MLP(nn.Module):
@@ -201,8 +136,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, form)
 
-    def forward(self, x: Tensor, span: Span, state: State | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), span, state)
+    def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, context, state)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -243,57 +178,137 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, S, V] of tokens [B, S]."""
-        return self._head(self._hidden(tokens))
+        return self._head(self._hidden(tokens, _whole(tokens)))
 
     def next_token(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after the last of tokens [B, S]."""
-        return self._head(self._hidden(tokens)[:, -1])
+        return self._head(self._hidden(tokens, _whole(tokens))[:, -1])
 
     def prefill(self, tokens: Tensor, pos: Tensor, states: Sequence[State]) -> Tensor:
         """Logits [B, V] after tokens [B, S] at positions pos to pos + S - 1."""
-        num_new, capacity = tokens.shape[1], states[0][0].shape[2]
-        positions = pos + torch.arange(num_new, dtype=torch.int32, device=tokens.device)
-        num_keys = self._num_keys(pos, num_new, capacity)
-        return self._head(self._cached(tokens, positions[None], states, num_keys)[:, -1])
+        num_new = tokens.shape[1]
+        positions = (pos + _arange(num_new, tokens))[None]
+        context = self._rows(positions, pos, num_new, states)
+        return self._head(self._hidden(tokens, context, states)[:, -1])
 
     def decode(self, tokens: Tensor, pos: Tensor, states: Sequence[State]) -> Tensor:
         """Logits [B, V] after one token a row, tokens [B, 1], all at position pos."""
-        num_keys = self._num_keys(pos, 1, states[0][0].shape[2])
-        return self._head(self._cached(tokens, pos.reshape(1, 1), states, num_keys)[:, -1])
+        context = self._rows(pos.reshape(1, 1), pos, 1, states)
+        return self._head(self._hidden(tokens, context, states)[:, -1])
 
     def decode_rows(self, tokens: Tensor, positions: Tensor, states: Sequence[State]) -> Tensor:
         """Logits [B, V] after one token a row, tokens [B, 1], each at its own position [B]."""
-        scratch = states[0][0].shape[2] - 1
-        # Idle rows write at the scratch position; they must not widen what the others read.
-        furthest = torch.where(positions == scratch, 0, positions).max()
-        num_keys = self._num_keys(furthest, 1, scratch + 1)
-        return self._head(self._cached(tokens, positions[:, None], states, num_keys)[:, -1])
+        context = self._own_positions(positions, states)
+        return self._head(self._hidden(tokens, context, states)[:, -1])
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        visible = positions <= positions[:, None]
-        return self._layers(tokens, positions[None], visible[None], None, None)
-
-    def _cached(
-        self, tokens: Tensor, positions: Tensor, states: Sequence[State], num_keys: Any
+    def prefill_slots(
+        self, tokens: Tensor, slots: Tensor, lengths: Tensor, states: Sequence[State]
     ) -> Tensor:
-        slots = torch.arange(num_keys, dtype=torch.int32, device=tokens.device)
-        visible = slots <= positions[:, :, None]
-        return self._layers(tokens, positions, visible, states, num_keys)
+        """Logits [M, V] after token lengths[m]-1; prompt m of tokens [M, S] fills row slots[m]."""
+        order = _arange(tokens.shape[1], tokens)
+        scratch = _capacity(states) - 1
+        positions = torch.where(order < lengths[:, None], order, scratch)
+        visible = (order <= order[:, None])[None]
+        context = OwnKeys(positions, visible.expand(tokens.shape[0], -1, -1), slots[:, None])
+        x = self._hidden(tokens, context, states)
+        return self._head(x[torch.arange(tokens.shape[0], device=x.device), lengths.long() - 1])
 
-    def _layers(
+    def prefill_packed(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        last: Tensor,
+        states: Sequence[State],
+    ) -> Tensor:
+        """Logits [B, V] at packed index last[b]; token p of [P] is kept at rows[p], positions[p]."""
+        context = OwnKeys(positions, _same_segment(positions, segments), rows)
+        return self._head(self._hidden(tokens, context, states)[last.long()])
+
+    def step_packed(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        last: Tensor,
+        step_tokens: Tensor,
+        step_positions: Tensor,
+        states: Sequence[State],
+    ) -> Tensor:
+        """Logits [2 * B, V]: `prefill_packed` and `decode_rows` in one call, prompts first."""
+        prompt = OwnKeys(positions, _same_segment(positions, segments), rows)
+        step = self._own_positions(step_positions, states)
+        return self._mixed_step(
+            tokens, last, step_tokens, Mixed(prompt, step, tokens.shape[0]), states
+        )
+
+    def decode_paged(
+        self, tokens: Tensor, positions: Tensor, table: Tensor, states: Sequence[State]
+    ) -> Tensor:
+        """Logits [rows, V] after one token a row, tokens [rows, 1]; row r has pages table[r]."""
+        context = self._paged_step(positions, table, states)
+        return self._head(self._hidden(tokens[:, 0], context, states))
+
+    def prefill_paged(
         self,
         tokens: Tensor,
         positions: Tensor,
-        visible: Tensor | None,
-        states: Sequence[State] | None,
-        num_keys: Any,
+        rows: Tensor,
+        slots: Tensor,
+        last: Tensor,
+        table: Tensor,
+        states: Sequence[State],
+    ) -> Tensor:
+        """Logits [rows, V] at packed index last[r]; token p of [P] is kept at pool slot slots[p]."""
+        context = Paged(positions, slots, rows, table, self.form.is_fused)
+        return self._head(self._hidden(tokens, context, states)[last.long()])
+
+    def step_paged(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        last: Tensor,
+        table: Tensor,
+        step_tokens: Tensor,
+        step_positions: Tensor,
+        states: Sequence[State],
+    ) -> Tensor:
+        """Logits [2 * rows, V]: `prefill_paged` and `decode_paged` in one call, prompts first."""
+        prompt = Paged(positions, slots, rows, table, self.form.is_fused)
+        step = self._paged_step(step_positions, table, states)
+        return self._mixed_step(
+            tokens, last, step_tokens, Mixed(prompt, step, tokens.shape[0]), states
+        )
+
+    def hidden_packed(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        """The stream [P, H] after the final norm; a token sees its own segment up to itself."""
+        return self._hidden(tokens, OwnKeys(positions, _same_segment(positions, segments)))
+
+    def log_probs_packed(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Log-probability of targets[p] (int64) after token p, float32 [P]."""
+        logits = self._head(self.hidden_packed(tokens, positions, segments)).float()
+        return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+    def loss_packed(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, targets: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Sum of weights[p] * -log p(targets[p]), a float32 scalar; differentiable."""
+        return -(weights * self.log_probs_packed(tokens, positions, segments, targets)).sum()
+
+    def _hidden(
+        self, tokens: Tensor, context: Context, states: Sequence[State] | None = None
     ) -> Tensor:
         x = self.model.embed_tokens(tokens).to(self.form.dtype)
-        cos, sin = rope.rotations(positions, self.model.rotary_emb.inv_freq, x.dtype)
-        span = Span(positions, cos[:, :, None], sin[:, :, None], visible, num_keys)
+        cos, sin = rope.rotations(context.positions, self.model.rotary_emb.inv_freq, x.dtype)
+        turn = cos[..., None, :], sin[..., None, :]
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, span, None if states is None else states[i])
+            x = layer(x, turn, context, None if states is None else states[i])
         return self.model.norm(x)
 
     def _head(self, x: Tensor) -> Tensor:
@@ -301,10 +316,63 @@ class Llama(nn.Module):
             return self.lm_head(x)
         return _linear(x, self.model.embed_tokens.weight, None, self.form)
 
-    def _num_keys(self, pos: Tensor, num_new: int, capacity: int) -> Any:
+    def _mixed_step(
+        self,
+        tokens: Tensor,
+        last: Tensor,
+        step_tokens: Tensor,
+        context: Mixed,
+        states: Sequence[State],
+    ) -> Tensor:
+        x = self._hidden(torch.cat((tokens, step_tokens[:, 0])), context, states)
+        num_prompt = tokens.shape[0]
+        return self._head(torch.cat((x[:num_prompt][last.long()], x[num_prompt:])))
+
+    def _rows(
+        self, positions: Tensor, first: Tensor, num_new: int, states: Sequence[State]
+    ) -> CachedRows:
+        num_keys = self._num_keys(first, num_new, _capacity(states))
+        visible = _arange(num_keys, positions) <= positions[:, :, None]
+        return CachedRows(positions, num_keys, visible, self.form.is_fused and num_new == 1)
+
+    def _own_positions(self, positions: Tensor, states: Sequence[State]) -> CachedRows:
+        # Idle rows write at the scratch position; they must not widen what the others read.
+        scratch = _capacity(states) - 1
+        furthest = torch.where(positions == scratch, 0, positions).max()
+        return self._rows(positions[:, None], furthest, 1, states)
+
+    def _paged_step(self, positions: Tensor, table: Tensor, states: Sequence[State]) -> Paged:
+        page_len = states[0][0].shape[2]
+        page = table.gather(1, (positions.clamp(min=0) // page_len).long()[:, None])[:, 0]
+        slots = page * page_len + positions.clamp(min=0) % page_len
+        # Idle rows, at position -1, write into page 0 and see one key, so that nothing is NaN.
+        slots = torch.where(positions < 0, 0, slots)
+        return Paged(positions.clamp(min=0), slots, None, table, self.form.is_fused)
+
+    def _num_keys(self, first: Tensor, num_new: int, capacity: int) -> Any:
         if not self.form.reads_positions:
             return capacity
-        first = pos.item()
-        torch._check(first >= 0)
-        torch._check(first + num_new <= capacity)
-        return first + num_new
+        start = first.item()
+        torch._check(start >= 0)
+        torch._check(start + num_new <= capacity)
+        return start + num_new
+
+
+def _arange(size: Any, like: Tensor) -> Tensor:
+    return torch.arange(size, dtype=torch.int32, device=like.device)
+
+
+def _capacity(states: Sequence[State]) -> int:
+    return states[0][0].shape[2]
+
+
+def _whole(tokens: Tensor) -> OwnKeys:
+    order = _arange(tokens.shape[1], tokens)
+    visible = (order <= order[:, None])[None]
+    return OwnKeys(order[None], visible)
+
+
+def _same_segment(positions: Tensor, segments: Tensor) -> Tensor:
+    """[1, P, P]: a token sees its own segment up to its own position."""
+    is_same = segments == segments[:, None]
+    return (is_same & (positions <= positions[:, None]))[None]

@@ -15,7 +15,7 @@ import torch
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CompatibilityError, IntegrityError
-from llama_artifacts.signature import StateSpec, TensorSpec
+from llama_artifacts.signature import StateSpec, TensorSpec, resolve
 from llama_runtime.programs.base import Loading
 from llama_runtime.states import torch_dtype
 
@@ -62,7 +62,7 @@ class OnnxProgram:
         bind(name, tensor.device.type, index, _element_type(dtype), shape, tensor.data_ptr())
 
     def _new(self, spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-        shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+        shape = resolve(spec.shape, sizes)
         return torch.empty(shape, dtype=torch_dtype(spec.dtype), device=self._device)
 
     def _check_interface(self, loading: Loading) -> None:

@@ -1,0 +1,216 @@
+"""Attention in its forms: whole sequences, rows of a cache, packed prompts, pages of a pool.
+
+A context says where the new tokens of a call stand, where their keys and values are kept, and what
+each of them sees. One context serves every layer of a call.
+
+Shape letters: B rows (sequences), S new tokens of a row, P packed tokens, C keys in reach, M
+positions a cache row holds, Q pages of a row's table, L positions of a page, K key/value heads,
+G query heads per key/value head, N = K * G query heads, D head width; `...` the axes of the call's
+tokens, [B, S] or [P].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, Tensor]
+"""One layer's keys and values: [B, K, M, D] in rows, [pages, K, L, D] in a pool."""
+
+HIDDEN = float("-inf")
+
+
+class Context(Protocol):
+    """Where the new tokens of a call stand; positions are int32 [...]."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
+        """Keeps the new keys and values [..., K, D]; attends for q [..., N, D]; float32 as q."""
+        ...
+
+
+def attend(q_BSND: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible_BSC: Tensor) -> Tensor:
+    """Softmax attention in float32, [B, S, N, D] (Vaswani et al. 2017).
+
+    Query head j*G + i reads key/value head j (Ainslie et al. 2023, grouped-query attention); the
+    heads of a group are folded into the query length, so keys are never repeated.
+    """
+    _, S, N, D = q_BSND.shape
+    K = k_BKCD.shape[1]
+    q = (q_BSND.transpose(1, 2).float() * D**-0.5).unflatten(1, (K, N // K)).flatten(2, 3)
+    scores = q @ k_BKCD.float().transpose(-1, -2)
+    hidden = ~visible_BSC.repeat(1, N // K, 1)[:, None]
+    weights = scores.masked_fill(hidden, HIDDEN).softmax(-1)
+    mixed = weights @ v_BKCD.float()
+    return mixed.unflatten(2, (N // K, S)).flatten(1, 2).transpose(1, 2)
+
+
+def attend_one(q_BND: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible_BC: Tensor | None) -> Tensor:
+    """`attend` for one query a row, written as products and sums that a compiler fuses."""
+    B, N, D = q_BND.shape
+    K = k_BKCD.shape[1]
+    q = (q_BND.float() * D**-0.5).reshape(B, K, N // K, 1, D)
+    scores = (q * k_BKCD.float()[:, :, None]).sum(-1)
+    if visible_BC is not None:
+        scores = scores.masked_fill(~visible_BC[:, None, None], HIDDEN)
+    weighted = scores.softmax(-1)[..., None] * v_BKCD.float()[:, :, None]
+    return weighted.sum(-2).reshape(B, N, D)
+
+
+def attend_pages(q_PND: Tensor, k_PQKLD: Tensor, v_PQKLD: Tensor, visible_PQL: Tensor) -> Tensor:
+    """`attend` of each token over pages of its own, as products and sums that a compiler fuses."""
+    P, N, D = q_PND.shape
+    K = k_PQKLD.shape[2]
+    q = (q_PND.float() * D**-0.5).reshape(P, 1, K, N // K, 1, D)
+    scores = (q * k_PQKLD.float()[:, :, :, None]).sum(-1)  # [P, Q, K, G, L]
+    scores = scores.masked_fill(~visible_PQL[:, :, None, None], HIDDEN)
+    largest = scores.amax((1, 4), keepdim=True)
+    weights = (scores - largest).exp()
+    total = weights.sum((1, 4), keepdim=True)
+    mixed = ((weights / total)[..., None] * v_PQKLD.float()[:, :, :, None]).sum((1, 4))
+    return mixed.reshape(P, N, D)
+
+
+def write_rows(cache_BKMD: Tensor, new: Tensor, rows: Tensor, positions: Tensor) -> None:
+    """Writes new [..., K, D] at each token's row and position, in place.
+
+    Every axis is indexed, so that the ONNX program scatters without transposing the cache.
+    """
+    heads = torch.arange(cache_BKMD.shape[1], device=cache_BKMD.device)
+    index = (rows.long()[..., None], heads, positions.long()[..., None])
+    cache_BKMD.index_put_(index, new)
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """Tokens that see only tokens of the same call: [B, S] whole rows, or [P] packed.
+
+    Attributes:
+        positions: of the tokens.
+        visible_BSC: which of the call's tokens each token sees; B is 1 where packed.
+        rows: the cache row of each token, or None where nothing is kept.
+    """
+
+    positions: Tensor
+    visible_BSC: Tensor
+    rows: Tensor | None = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
+        if state is not None:
+            assert self.rows is not None
+            write_rows(state[0], k, self.rows, self.positions)
+            write_rows(state[1], v, self.rows, self.positions)
+        if q.ndim == 3:
+            return self._attend(q[None], k[None], v[None])[0]
+        return self._attend(q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k.transpose(1, 2), v.transpose(1, 2), self.visible_BSC)
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Tokens [B, S] that see their row of the cache up to their position.
+
+    Attributes:
+        positions: [B, S], or [1, S] where all rows share them.
+        num_keys: how many cached positions are read, a number or a symbol of the graph.
+        visible_BSC: which of them each token sees; None where it sees all.
+        is_fused: one token a row is attended for in the fused form.
+    """
+
+    positions: Tensor
+    num_keys: Any
+    visible_BSC: Tensor | None
+    is_fused: bool
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
+        assert state is not None
+        rows = torch.arange(q.shape[0], device=q.device)[:, None]
+        for cache, new in zip(state, (k, v), strict=True):
+            write_rows(cache, new, rows, self.positions)
+        keys, values = (cache[:, :, : self.num_keys] for cache in state)
+        if self.is_fused:
+            visible_BC = None if self.visible_BSC is None else self.visible_BSC[:, 0]
+            return attend_one(q[:, 0], keys, values, visible_BC)[:, None]
+        assert self.visible_BSC is not None
+        return attend(q, keys, values, self.visible_BSC)
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Tokens [P] that see the pages of their row's table up to their position.
+
+    Attributes:
+        positions: of the tokens.
+        slots: where each token is kept: page * L + place in the page.
+        rows: the table's row of each token; None: token p has row p.
+        table: page numbers [rows, Q].
+    """
+
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor | None
+    table: Tensor
+    is_fused: bool
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
+        assert state is not None
+        keys, values = state
+        page_len = keys.shape[2]
+        pages, places = self.slots // page_len, self.slots % page_len
+        write_rows(keys, k, pages, places)
+        write_rows(values, v, pages, places)
+        if self.rows is None or self.is_fused:
+            table = self.table if self.rows is None else self.table[self.rows.long()]
+            table = table.long()
+            return attend_pages(
+                q, keys[table], values[table], self._visible(table.shape[1], page_len)
+            )
+        return self._attend_all(q, keys, values, page_len)
+
+    def _visible(self, num_pages: Any, page_len: int) -> Tensor:
+        reach = (
+            torch.arange(num_pages, dtype=torch.int32, device=self.table.device)[:, None] * page_len
+        )
+        reach = reach + torch.arange(page_len, dtype=torch.int32, device=self.table.device)
+        return reach <= self.positions[:, None, None]
+
+    def _attend_all(self, q: Tensor, keys: Tensor, values: Tensor, page_len: int) -> Tensor:
+        """One product over the pages of all rows, under a mask that keeps the rows apart."""
+        assert self.rows is not None
+        num_rows, num_pages = self.table.shape
+        visible_PQL = self._visible(num_pages, page_len)
+        same_row = self.rows[:, None] == torch.arange(num_rows, dtype=torch.int32, device=q.device)
+        visible = (same_row[:, :, None, None] & visible_PQL[:, None]).flatten(1)
+        flat = self.table.flatten().long()
+        k = keys[flat].transpose(0, 1).flatten(1, 2)[None]
+        v = values[flat].transpose(0, 1).flatten(1, 2)[None]
+        return attend(q[None], k, v, visible[None])[0]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Prompt tokens first, then one token of every row, each part in its own context; tokens [P + B]."""
+
+    prompt: Context
+    step: Context
+    num_prompt: Any
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.cat((self.prompt.positions, self.step.positions.flatten()))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
+        n = self.num_prompt
+        first = self.prompt.mix(q[:n], k[:n], v[:n], state)
+        if isinstance(self.step, CachedRows):
+            second = self.step.mix(q[n:, None], k[n:, None], v[n:, None], state)[:, 0]
+        else:
+            second = self.step.mix(q[n:], k[n:], v[n:], state)
+        return torch.cat((first, second))
