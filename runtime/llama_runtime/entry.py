@@ -109,7 +109,10 @@ class Entry:
         if not isinstance(states, States) or (states.specs, states.device) != (specs, self.device):
             states = States(specs, states, self.device)
         self._check_sizes(states.sizes)
-        sizes.update(states.sizes)
+        for name, size in states.sizes.items():
+            if sizes.setdefault(name, size) != size:
+                message = f"expected {name} = {sizes[name]} as in the inputs, got {size}"
+                raise InputError(message, where="states")
         return states.tensors()
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:

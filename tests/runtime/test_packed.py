@@ -18,6 +18,8 @@ from llama_artifacts.manifest import FORMATS, Format
 from llama_runtime import Entry, LoadedBundle, States
 from tests.runtime.loading import LOGITS_ATOL, POISON, expected_logits, random_tokens, snapshot
 
+pytestmark = pytest.mark.slow  # the bundle takes minutes to build
+
 BATCH, MAX_SEQ, PAGE_LEN = 4, 256, 16
 SCRATCH = MAX_SEQ - 1
 NUM_TOKENS = 200
