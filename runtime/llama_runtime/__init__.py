@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llama_runtime.session import Session
     from llama_runtime.states import States
     from llama_runtime.tokenizer import Tokenizer
+    from llama_runtime.trainable import TrainableEntry
 
 __all__ = [
     "Entry",
@@ -28,6 +29,7 @@ __all__ = [
     "States",
     "TokenStream",
     "Tokenizer",
+    "TrainableEntry",
     "load",
 ]
 
@@ -41,6 +43,7 @@ _MODULES = {
     "States": "states",
     "TokenStream": "generate",
     "Tokenizer": "tokenizer",
+    "TrainableEntry": "trainable",
     "load": "loader",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,39 @@ from llama_runtime.programs.base import Program
 from llama_runtime.states import States, as_tensor, check_tensor, torch_dtype
 
 _CPU = torch.device("cpu")
+
+
+def bind_inputs(
+    signature: Signature, inputs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """The inputs as tensors in the signature's order, and the sizes that they give dimensions.
+
+    Raises:
+        InputError: one is missing, unknown, no numbers, or of another shape than declared.
+    """
+    tensors = {
+        spec.name: as_tensor(spec.name, spec.dtype, inputs[spec.name])
+        for spec in signature.inputs
+        if spec.name in inputs
+    }
+    shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in inputs}
+    sizes = signature.bind(shapes)
+    return [tensors[spec.name] for spec in signature.inputs], sizes
+
+
+def check_inputs(
+    signature: Signature, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]
+) -> None:
+    """Refuses bound inputs that a program would misread.
+
+    Raises:
+        InputError: another dtype, device or layout than declared, or a value out of its bounds.
+    """
+    for spec, tensor in zip(signature.inputs, tensors, strict=True):
+        check_tensor(spec.name, spec.dtype, None, tensor, _CPU)
+        if spec.values is not None:
+            smallest, largest = tensor.aminmax()
+            check_values(spec, int(smallest), int(largest), sizes)
 
 
 class Entry:
@@ -60,21 +93,10 @@ class Entry:
         self, states: Mapping[str, torch.Tensor] | None, inputs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
         """As a call, but always a list of outputs."""
-        tensors = {
-            spec.name: as_tensor(spec.name, spec.dtype, inputs[spec.name])
-            for spec in self.signature.inputs
-            if spec.name in inputs
-        }
-        shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in inputs}
-        sizes = self.signature.bind(shapes)
+        tensors, sizes = bind_inputs(self.signature, inputs)
         flat_states = self._checked(states, sizes)
-        for spec in self.signature.inputs:
-            tensor = tensors[spec.name]
-            check_tensor(spec.name, spec.dtype, None, tensor, _CPU)
-            if spec.values is not None:
-                smallest, largest = tensor.aminmax()
-                check_values(spec, int(smallest), int(largest), sizes)
-        flat = [tensors[spec.name].to(self.device) for spec in self.signature.inputs]
+        check_inputs(self.signature, tensors, sizes)
+        flat = [tensor.to(self.device) for tensor in tensors]
         outputs = self._program.run(flat, flat_states, sizes)
         self._check_outputs(outputs, sizes)
         return outputs

@@ -29,6 +29,7 @@ from llama_runtime.programs.base import Loading, load_program
 from llama_runtime.sampling import SamplingParams
 from llama_runtime.session import Session
 from llama_runtime.tokenizer import Tokenizer
+from llama_runtime.trainable import TrainableEntry
 from llama_runtime.weights import map_weights
 
 # Fastest first; taken in this order where the caller names no format.
@@ -155,17 +156,34 @@ class LoadedBundle:
         """
         with self._lock:
             if name not in self._entries:
-                program = self._choose(name)
-                check_digest(self._bundle, program.file)
-                loading = Loading(
-                    path=self._bundle.path(program.file),
-                    program=program,
-                    weights=self.weights,
-                    device=self._device,
-                    threads=self._threads,
-                )
-                self._entries[name] = Entry(program, load_program(loading), self._device)
+                loading = self._loading(self._choose(name, self._format))
+                program = load_program(loading)
+                self._entries[name] = Entry(loading.program, program, self._device)
             return self._entries[name]
+
+    def trainable(self, name: str) -> TrainableEntry:
+        """A module that computes an entry without states, such as `loss_packed`, with gradients.
+
+        Each one has parameters of its own: copies of the weights, under the checkpoint's names.
+
+        Raises:
+            InputError: the bundle has no such entry.
+            CompatibilityError: it is not there as pt2, the only format with gradients, or the
+                bundle is loaded in another; it has states; its weights have eight bits.
+            IntegrityError: the program's file is damaged.
+        """
+        formats = [program.format for program in self.manifest.programs if program.entry == name]
+        found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
+        if found not in ("pt2", None):
+            raise CompatibilityError(
+                f"`{name}` in format {found} has no gradients",
+                where=self.folder,
+                hint="load the bundle with format pt2"
+                if "pt2" in formats
+                else f"build it with --entry {name} --format pt2",
+            )
+        with self._lock:
+            return TrainableEntry(self._loading(self._choose(name, "pt2")))
 
     def session(self) -> Session:
         """A new conversation at position 0."""
@@ -264,7 +282,18 @@ class LoadedBundle:
             messages.insert(0, {"role": "system", "content": system})
         return self.tokenizer.encode_chat(messages)
 
-    def _choose(self, name: str) -> Program:
+    def _loading(self, program: Program) -> Loading:
+        """What the program is loaded with, its digest checked."""
+        check_digest(self._bundle, program.file)
+        return Loading(
+            path=self._bundle.path(program.file),
+            program=program,
+            weights=self.weights,
+            device=self._device,
+            threads=self._threads,
+        )
+
+    def _choose(self, name: str, format: Format | None) -> Program:
         programs = [program for program in self.manifest.programs if program.entry == name]
         if not programs:
             raise InputError(
@@ -272,10 +301,10 @@ class LoadedBundle:
                 where=self.folder,
                 hint=f"it has {', '.join(self.manifest.entries())}",
             )
-        wanted = [p for p in programs if self._format in (None, p.format)]
+        wanted = [p for p in programs if format in (None, p.format)]
         if not wanted:
             raise CompatibilityError(
-                f"`{name}` is not there in format {self._format}",
+                f"`{name}` is not there in format {format}",
                 where=self.folder,
                 hint=f"it is there in {', '.join(p.format for p in programs)}",
             )

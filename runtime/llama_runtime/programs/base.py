@@ -69,8 +69,8 @@ class Program(Protocol):
         ...
 
 
-# The engines do not promise that two loads at once go well.
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
+"""Held while a program is loaded: the engines do not promise that two loads at once go well."""
 
 
 def load_program(loading: Loading) -> Program:
@@ -80,7 +80,7 @@ def load_program(loading: Loading) -> Program:
         IntegrityError: the file is not what its record in the manifest says.
         CompatibilityError: the engine here cannot run it.
     """
-    with _LOADING:
+    with LOADING:
         if loading.program.format == "aoti":
             from llama_runtime.programs.aoti import AotiProgram
 

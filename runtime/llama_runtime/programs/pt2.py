@@ -19,16 +19,7 @@ class Pt2Program:
     """See `Program`."""
 
     def __init__(self, loading: Loading) -> None:
-        weights = loading.constants()
-        program = _load(loading, weights)
-        if loading.device.type != "cpu":
-            program = move_to_device_pass(program, str(loading.device))
-        for name, tensor in weights.items():
-            is_parameter = isinstance(program.state_dict[name], torch.nn.Parameter)
-            program.state_dict[name] = (
-                torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-            )
-        self._module = program.module(check_guards=False)
+        self._module = load_module(loading)
 
     def run(
         self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
@@ -39,6 +30,28 @@ class Pt2Program:
         with torch.no_grad():
             output = self._module(*arguments)
         return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+def load_module(loading: Loading, *, is_trainable: bool = False) -> torch.fx.GraphModule:
+    """The checked program as a module that holds the weights under their own names.
+
+    Args:
+        loading: what to load, with which weights.
+        is_trainable: parameters are copies that ask for gradients, not uses of the weights.
+
+    Raises:
+        IntegrityError: the file is not what its record in the manifest says.
+    """
+    weights = loading.constants()
+    program = _load(loading, weights)
+    if loading.device.type != "cpu":
+        program = move_to_device_pass(program, str(loading.device))
+    for name, tensor in weights.items():
+        own = tensor.clone() if is_trainable else tensor
+        if isinstance(program.state_dict[name], torch.nn.Parameter):
+            own = torch.nn.Parameter(own, requires_grad=is_trainable)
+        program.state_dict[name] = own
+    return program.module(check_guards=False)
 
 
 def _load(loading: Loading, weights: Mapping[str, torch.Tensor]) -> ExportedProgram:
