@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_artifacts import manifest as manifests
@@ -121,6 +121,58 @@ def staging(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def put_file(folder: Path, name: str, data: bytes) -> None:
+    """Adds a file to a bundle that is there, or replaces it, and lists it in the manifest.
+
+    At every moment, also after a crash, the bundle is whole: with the file as it was, without it,
+    or with the new one. A second writer waits for the first.
+
+    Raises:
+        ManifestError: the folder holds no sound manifest.
+        BuildError: the folder cannot be written.
+    """
+    try:
+        with _held(folder):
+            manifest = manifests.read(folder)
+            if name in manifest.files:
+                others = {key: file for key, file in manifest.files.items() if key != name}
+                _write_manifest(folder, replace(manifest, files=others))
+            _replace_bytes(folder / name, data)
+            files = {**manifest.files, name: describe(folder / name)}
+            _write_manifest(folder, replace(manifest, files=files))
+    except OSError as cause:
+        reason = _FULL.get(cause.errno or 0, f"cannot be written: {cause.strerror or cause}")
+        hint = "make the bundle's folder writable, or copy it to one that is"
+        raise BuildError(reason, where=folder / name, hint=hint) from cause
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keeps other writers of the bundle waiting."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    _replace_bytes(folder / manifests.FILE_NAME, manifests.to_json(manifest))
+
+
+def _replace_bytes(path: Path, data: bytes) -> None:
+    """The file has either its old content or the new one, whatever happens."""
+    staged = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        staged.write_bytes(data)
+        _fsync(staged)
+        staged.replace(path)
+        _fsync(path.parent)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def check_space(target: Path, needed_bytes: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -30,8 +31,8 @@ Compared = tuple[torch.Tensor, torch.Tensor]
 """What a program gave, and what it must give; of one shape."""
 
 
-class Oracle:
-    """The check's tokens [rows, n] and what the eager float32 model makes of them, row by row.
+class Oracle(Protocol):
+    """The check's tokens [rows, n] and what must come of them.
 
     Attributes:
         tokens: int32.
@@ -39,13 +40,24 @@ class Oracle:
         logits: [rows, n, V].
     """
 
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+def draw_tokens(manifest: Manifest) -> torch.Tensor:
+    """The tokens that every check feeds, int32 [rows, n]: two rows or more."""
+    num_tokens = min(NUM_TOKENS, manifest.max_seq - 1)
+    generator = torch.Generator().manual_seed(0)
+    shape = (max(2, manifest.batch), num_tokens)
+    return torch.randint(manifest.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+
+
+class EagerOracle:
+    """What the eager float32 model makes of the tokens, row by row; see `Oracle`."""
+
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        num_tokens = min(NUM_TOKENS, manifest.max_seq - 1)
-        generator = torch.Generator().manual_seed(0)
-        shape = (max(2, manifest.batch), num_tokens)
-        self.tokens = torch.randint(
-            manifest.model.vocab_size, shape, generator=generator, dtype=torch.int32
-        )
+        self.tokens = draw_tokens(manifest)
         model = Llama(_config(manifest), Formulation(torch.float32, reads_positions=False))
         weights = map_weights(folder / WEIGHTS_NAME)
         try:
@@ -54,7 +66,7 @@ class Oracle:
             where = folder / WEIGHTS_NAME
             message = "the weights are not those of the network in the manifest"
             raise IntegrityError(message, where=where, hint="build the bundle again") from cause
-        order = torch.arange(num_tokens, dtype=torch.int32)
+        order = torch.arange(self.tokens.shape[1], dtype=torch.int32)
         with torch.no_grad():
             self.logits = model(self.tokens)
             rows = [model.hidden_packed(row, order, torch.zeros_like(order)) for row in self.tokens]

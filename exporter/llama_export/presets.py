@@ -16,6 +16,10 @@ from llama_artifacts.strict_json import parse_object
 DATA = "preset_data"
 SUFFIX = ".json"
 
+DEFAULT_PLAIN_PROMPTS = ("The capital of France is", "Once upon a time,")
+DEFAULT_CHAT_PROMPTS = ("Why is the sky blue?", "Name three rivers of Europe.")
+"""For models that are no preset."""
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -54,6 +58,21 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Preset | None:
     """The preset of that name, or None."""
     return _all().get(name)
+
+
+def find_source(name: str, repository: str | None) -> Preset | None:
+    """The preset that a bundle was built from, or None.
+
+    Args:
+        name: the model's; that of a file may have a suffix, as in `SmolLM2-135M.Q4_1`.
+        repository: `owner/name` on the hub, if it came from there.
+    """
+    short = name.lower()
+    for preset in _all().values():
+        is_named = short == preset.name or short.startswith(f"{preset.name}.")
+        if repository == preset.repository or (repository is None and is_named):
+            return preset
+    return None
 
 
 @cache

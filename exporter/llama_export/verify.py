@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import torch
 import llama_runtime
 from llama_artifacts.bundle import check_digest, open_bundle
 from llama_artifacts.errors import IntegrityError, LlamaExportError, VerificationError
-from llama_artifacts.manifest import Check, Format, Program
-from llama_export.drivers import DRIVERS, Oracle
+from llama_artifacts.manifest import Check, Format, Manifest, Program
+from llama_export.drivers import DRIVERS, EagerOracle, Oracle
 from llama_export.report import Reporter
 from llama_runtime import compat
 
@@ -60,7 +60,7 @@ def verify(
     reporter = reporter or Reporter()
     results = [_integrity(folder, reporter)]
     if results[0].passed and open_bundle(folder).manifest.weights != "none":
-        results += _run_programs(folder, reporter, formats)
+        results += run_programs("parity", folder, EagerOracle, reporter=reporter, formats=formats)
     return tuple(results)
 
 
@@ -71,7 +71,7 @@ def check_programs(folder: Path, *, reporter: Reporter) -> tuple[Check, ...]:
         VerificationError: one is wrong.
     """
     checks = []
-    for result in _run_programs(folder, reporter, None):
+    for result in run_programs("parity", folder, EagerOracle, reporter=reporter):
         if not result.passed:
             raise VerificationError(
                 f"{result.law} failed: {result.detail}",
@@ -98,9 +98,23 @@ def _integrity(folder: Path, reporter: Reporter) -> CheckResult:
     return CheckResult("integrity", "", "", len(damaged), 0, not damaged, detail)
 
 
-def _run_programs(
-    folder: Path, reporter: Reporter, formats: Sequence[Format] | None
+def run_programs(
+    law: str,
+    folder: Path,
+    make_oracle: Callable[[Path, Manifest], Oracle],
+    *,
+    reporter: Reporter,
+    formats: Sequence[Format] | None = None,
 ) -> list[CheckResult]:
+    """Compares every program that this machine can run with an oracle.
+
+    Args:
+        law: what the results are called.
+        folder: the bundle.
+        make_oracle: called at most once, when a program is there to be run.
+        reporter: told about each program.
+        formats: only programs of these; None: all.
+    """
     manifest = open_bundle(folder).manifest
     oracle = None
     results = []
@@ -115,8 +129,8 @@ def _run_programs(
             reporter.note(f"{name}: made for another machine, not run here")
             continue
         with reporter.step(f"check {name}"):
-            oracle = oracle or Oracle(folder, manifest)
-            results.append(_parity(folder, program, oracle))
+            oracle = oracle or make_oracle(folder, manifest)
+            results.append(_compared(law, folder, program, oracle))
     return results
 
 
@@ -126,7 +140,7 @@ def _device(program: Program) -> str:
     return program.target.device
 
 
-def _parity(folder: Path, program: Program, oracle: Oracle) -> CheckResult:
+def _compared(law: str, folder: Path, program: Program, oracle: Oracle) -> CheckResult:
     limit = LIMITS[program.dtype]
     try:
         actual, expected = _run(folder, program, oracle)
@@ -137,7 +151,7 @@ def _parity(folder: Path, program: Program, oracle: Oracle) -> CheckResult:
             reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
         _log.debug("%s %s failed", program.entry, program.format, exc_info=cause)
         detail = f"cannot be run: {reason:.300}"
-        return CheckResult("parity", program.entry, program.format, math.nan, limit, False, detail)
+        return CheckResult(law, program.entry, program.format, math.nan, limit, False, detail)
     difference = (actual.float().cpu() - expected).abs()
     largest = float(difference.max())  # NaN if any is
     figure = largest / float(expected.abs().max())
@@ -145,7 +159,7 @@ def _parity(folder: Path, program: Program, oracle: Oracle) -> CheckResult:
     worst = difference.isnan() if math.isnan(largest) else difference == largest
     place = tuple(int(i) for i in torch.nonzero(worst)[0])
     detail = f"max diff {largest:.3g} at {place}, relative limit {limit:g}"
-    return CheckResult("parity", program.entry, program.format, figure, limit, passed, detail)
+    return CheckResult(law, program.entry, program.format, figure, limit, passed, detail)
 
 
 def _run(folder: Path, program: Program, oracle: Oracle) -> tuple[torch.Tensor, torch.Tensor]:

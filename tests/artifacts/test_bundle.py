@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from llama_artifacts import bundle as bundles
-from llama_artifacts.bundle import check_digest, check_space, describe, open_bundle, sha256, staging
+from llama_artifacts.bundle import (
+    check_digest,
+    check_space,
+    describe,
+    open_bundle,
+    put_file,
+    sha256,
+    staging,
+)
 from llama_artifacts.errors import BuildError, IntegrityError, LlamaExportError, ManifestError
 from llama_artifacts.manifest import FILE_NAME
 from tests.bundles import CONTENTS, sample_manifest, write_sample
@@ -548,3 +556,75 @@ def test_an_opened_bundle_needs_every_listed_file(tmp_path: Path) -> None:
         with pytest.raises(IntegrityError, match="missing"):
             open_bundle(folder)
     assert FILE_NAME not in CONTENTS
+
+
+# --- a file more ----------------------------------------------------------------------------------
+
+
+def test_a_file_is_added_and_replaced_with_its_digest(tmp_path: Path) -> None:
+    folder = write_sample(tmp_path / "b")
+    for content in (b"first", b"second, longer"):
+        put_file(folder, "samples.json", content)
+        bundle = open_bundle(folder)
+        check_digest(bundle, "samples.json")
+        assert bundle.path("samples.json").read_bytes() == content
+    assert set(bundle.manifest.files) == {*CONTENTS, "samples.json"}
+    assert {path.name for path in folder.iterdir()} == {*CONTENTS, "samples.json", FILE_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {"b"}
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_a_crash_while_a_file_is_replaced_leaves_a_whole_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
+) -> None:
+    folder = write_sample(tmp_path / "b")
+    put_file(folder, "samples.json", b"first")
+    original, calls = Path.replace, []
+
+    def replace(path: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) > num_done:
+            raise KeyboardInterrupt
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        put_file(folder, "samples.json", b"second, longer")
+    bundle = open_bundle(folder)
+    assert ("samples.json" in bundle.manifest.files) == (num_done == 0)
+    for name in bundle.manifest.files:
+        check_digest(bundle, name)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_sample(tmp_path / "b")
+    before = (folder / FILE_NAME).read_bytes()
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(BuildError, match="cannot be written: Permission denied"):
+        put_file(folder, "samples.json", b"x")
+    assert (folder / FILE_NAME).read_bytes() == before
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    folder = write_sample(tmp_path / "b")
+    code = """
+    from llama_artifacts.bundle import put_file
+    for number in range(20):
+        put_file(target, f"other-{number}.json", b"{}")
+    """
+    with other_process(code, folder) as process:
+        for number in range(20):
+            put_file(folder, f"own-{number}.json", b"{}")
+        assert process.wait() == 0
+    files = open_bundle(folder).manifest.files
+    assert set(files) == {
+        *CONTENTS,
+        *(f"{who}-{number}.json" for who in ("own", "other") for number in range(20)),
+    }
