@@ -34,6 +34,7 @@ def test_every_option_has_help_and_shows_its_default(name: str) -> None:
             assert param.help, param.name
             assert (
                 param.is_flag
+                or param.required
                 or param.default is not None
                 or param.show_default
                 or param.multiple

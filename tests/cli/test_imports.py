@@ -27,7 +27,16 @@ main()
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["build", "--help"], ["run", "--help"], ["entries"], ["inspect"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["build", "--help"],
+        ["run", "--help"],
+        ["verify", "--help"],
+        ["perplexity", "--help"],
+        ["entries"],
+        ["inspect"],
+    ],
     ids=" ".join,
 )
 def test_nothing_heavy_is_imported(tmp_path: Path, words: list[str]) -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
     "build": "Build a bundle from a checkpoint.",
     "entries": "List the entries that can be built.",
     "inspect": "Show what a bundle holds.",
+    "perplexity": "Measure how well bundles predict a text.",
     "run": "Generate text or tokens from a bundle.",
     "verify": "Check that a bundle computes what it must.",
 }
