@@ -18,6 +18,7 @@ from tests.tiny import write_tiny
 ALL_ENTRIES = ("forward", "next_token", "prefill", "decode", "decode_rows")
 TINY_MAX_SEQ = 256
 TINY_BATCH = 2
+TINY_STEPS = 12
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,7 +69,7 @@ def tiny_loaded(tiny_bundle: Path) -> dict[str, llama_runtime.LoadedBundle]:
 
 @pytest.fixture(scope="session")
 def tiny_packed_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packed, slot and paged entries in every format: four rows, pages of 16 positions."""
+    """Slots, packs, pages and loops in every format: four rows, pages of 16, twelve new tokens."""
     folder = shared_folder(tmp_path_factory)
     output = folder / "tiny packed bundle"
     entries = (
@@ -78,9 +79,18 @@ def tiny_packed_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathF
         "decode_rows",
         "training",
         "serving",
+        "generation",
     )
     with FileLock(folder / "packed.lock"):
         if not output.exists():
-            recipe = Recipe(str(tiny_checkpoint), output, entries, max_seq=TINY_MAX_SEQ, batch=4)
+            recipe = Recipe(
+                str(tiny_checkpoint),
+                output,
+                entries,
+                max_seq=TINY_MAX_SEQ,
+                batch=4,
+                steps=TINY_STEPS,
+                max_new=TINY_STEPS,
+            )
             build(recipe)
     return output

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -115,6 +115,8 @@ class Program:
         signature: how it is called.
         constants: names of the weights it binds, in the order of `weights.safetensors`.
         requires: minimum or exact versions of what runs it, such as `{"torch": "2.13"}`.
+        variant: dynamic dimensions of the entry that this program fixes, such as `{"Rows": 1}`;
+            its signature has the number where the general program's has the dimension.
     """
 
     entry: str
@@ -125,9 +127,19 @@ class Program:
     signature: Signature
     constants: tuple[str, ...]
     requires: dict[str, str]
+    variant: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from_name(self.dtype)
+        for name, size in self.variant.items():
+            if size < 1 or name in (dim.name for dim in self.signature.dims):
+                raise ValueError(f"`{self.entry}` does not fix {name} = {size} in its signature")
+
+    @property
+    def label(self) -> str:
+        """The entry, and what the program fixes: `decode_paged:Rows=1`."""
+        fixed = ",".join(f"{name}={size}" for name, size in sorted(self.variant.items()))
+        return f"{self.entry}:{fixed}" if fixed else self.entry
 
 
 @dataclass(frozen=True)
@@ -198,6 +210,14 @@ class Manifest:
         for program in self.programs:
             if program.file not in self.files:
                 raise ValueError(f"program file {shown(program.file)} is not listed in `files`")
+        general = {
+            (program.entry, program.format) for program in self.programs if not program.variant
+        }
+        for program in self.programs:
+            if program.variant and (program.entry, program.format) not in general:
+                raise ValueError(
+                    f"variant {shown(program.label)} in {program.format} has no general program"
+                )
         for is_needed, name in (
             (self.weights == "copy", WEIGHTS_NAME),
             (self.tokenizer is not None, TOKENIZER_NAME),

@@ -123,9 +123,11 @@ def to_dict(bundle: Bundle) -> dict[str, Any]:
 
 
 def interfaces(manifest: Manifest) -> tuple[Interface, ...]:
-    """Each entry's signatures, in the order of the programs; mostly one per entry."""
+    """Each entry's signatures, variants aside, in the order of the programs; mostly one per entry."""
     found: dict[tuple[str, Signature], list[Program]] = {}
     for program in manifest.programs:
+        if program.variant:
+            continue
         found.setdefault((program.entry, program.signature), []).append(program)
     return tuple(
         Interface(entry, signature, tuple(programs))
@@ -194,7 +196,7 @@ def _program_bytes(manifest: Manifest) -> int:
 def _program_table(manifest: Manifest) -> Table:
     rows = tuple(
         (
-            program.entry,
+            program.label,
             program.format,
             show_target(program.target),
             program.dtype,
@@ -261,6 +263,7 @@ def _tensor(spec: TensorSpec) -> tuple[str, str, str, str]:
 def _program_dict(manifest: Manifest, program: Program) -> dict[str, Any]:
     return {
         "entry": program.entry,
+        "variant": program.variant,
         "format": program.format,
         "file": program.file,
         "bytes": manifest.files[program.file].bytes,

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,10 @@ from llama_export.checkpoint.layout import parameter_count
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import Checkpoint
 from llama_export.entries import registry
+from llama_export.entries.llama import MAX_PAGED_ROWS, MAX_PAGES
 from llama_export.entries.registry import EntrySpec, Sizes
+from llama_export.entries.variants import Variant
+from llama_export.entries.variants import choose as choose_variants
 from llama_export.lower.backend import Place, backend
 from llama_export.model.rope import inverse_frequencies
 from llama_export.pack import WeightsPlan, plan_weights, write_weights
@@ -64,6 +67,25 @@ class BuildResult:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """One program to build: an entry in a format, perhaps with fixed dimensions."""
+
+    spec: EntrySpec
+    format: Format
+    variant: Variant | None = None
+
+    @property
+    def stem(self) -> str:
+        """How the file's name begins."""
+        return self.spec.stem if self.variant is None else self.variant.stem(self.spec)
+
+    @property
+    def label(self) -> str:
+        """The entry and what is fixed, for people."""
+        return self.spec.name if self.variant is None else self.variant.label(self.spec)
+
+
 def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
     """Builds a bundle.
 
@@ -77,7 +99,8 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
     """
     reporter = reporter or Reporter()
     started = time.perf_counter()
-    specs, formats = _specs(recipe), _formats(recipe)
+    formats = _formats(recipe)
+    specs = _specs(recipe)
     checkpoint = open_checkpoint(
         recipe.model, headers_only=recipe.weights == "none", num_layers=recipe.num_layers
     )
@@ -86,26 +109,25 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
         reporter.note(note)
     _check_name(checkpoint)
     sizes = _sizes(recipe, checkpoint)
+    drafts = _drafts(recipe, specs, formats, sizes)
     output = _output(recipe, checkpoint)
     for format in formats:
         with _known_failures(format, output):
             backend(format).check(recipe.device, recipe.isa)
     plan = plan_weights(checkpoint, compute=sizes.dtype, keeps_stored=recipe.dtype is None)
     weights_bytes = plan.num_bytes if recipe.weights == "copy" else 0
-    num_programs = len(specs) * len(formats)
-    check_space(output, weights_bytes + num_programs * PROGRAM_BYTES)
+    check_space(output, weights_bytes + len(drafts) * PROGRAM_BYTES)
     assets = checkpoint.assets()
     with staging(output) as folder:
         _write_assets(assets, folder)
         place = _place(recipe, checkpoint, plan, folder, reporter)
         programs, times = [], []
-        for spec in specs:
-            for format in formats:
-                step = f"{spec.name} {format}"
-                with reporter.step(step), _known_failures(step, folder):
-                    program, spent = _lower(spec, format, sizes, plan, place)
-                programs.append(program)
-                times.append(spent)
+        for draft in drafts:
+            step = f"{draft.label} {draft.format}"
+            with reporter.step(step), _known_failures(step, folder):
+                program, spent = _lower(draft, sizes, plan, place)
+            programs.append(program)
+            times.append(spent)
         manifest = _manifest(recipe, checkpoint, sizes, plan, programs, folder)
         (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
         if recipe.weights == "copy":
@@ -127,6 +149,22 @@ def _specs(recipe: Recipe) -> tuple[EntrySpec, ...]:
     if not recipe.entries or not recipe.formats:
         raise BuildError("nothing to build", hint="name at least one --entry and one --format")
     return registry.expand(recipe.entries)
+
+
+def _drafts(
+    recipe: Recipe, specs: Sequence[EntrySpec], formats: Sequence[Format], sizes: Sizes
+) -> tuple[Draft, ...]:
+    """Every program of the build; one that cannot be declared is refused before any is made."""
+    named = {spec.name: spec for spec in (spec.sized(sizes) for spec in specs)}
+    variants = choose_variants(recipe.variants, tuple(named.values()), recipe.device)
+    drafts = []
+    for spec in named.values():
+        drafts += [Draft(spec, format) for format in formats]
+        for variant in variants[spec.name]:
+            spec.signature(sizes, variant.sizes)
+            wanted = formats if variant.formats is None else variant.formats
+            drafts += [Draft(spec, format, variant) for format in formats if format in wanted]
+    return tuple(drafts)
 
 
 def _formats(recipe: Recipe) -> tuple[Format, ...]:
@@ -182,8 +220,28 @@ def _sizes(recipe: Recipe, checkpoint: Checkpoint) -> Sizes:
         raise BuildError(f"expected --batch of at least 1, got {recipe.batch}")
     if not 1 <= recipe.page_size <= max_seq:
         raise BuildError(f"expected --page-size from 1 to {max_seq}, got {recipe.page_size}")
-    dtype = recipe.dtype or checkpoint.dtype
-    return Sizes(config, recipe.batch, max_seq, dtype, recipe.page_size)
+    if not 1 <= recipe.rows <= MAX_PAGED_ROWS:
+        raise BuildError(f"expected --rows from 1 to {MAX_PAGED_ROWS}, got {recipe.rows}")
+    most_pages = min(MAX_PAGES, -(-config.max_position // recipe.page_size))
+    if recipe.pages is not None and not 1 <= recipe.pages <= most_pages:
+        raise BuildError(
+            f"expected --pages from 1 to {most_pages}, which hold the model's "
+            f"{config.max_position} positions, got {recipe.pages}"
+        )
+    for option, count in (("--steps", recipe.steps), ("--max-new", recipe.max_new)):
+        if count is not None and not 1 <= count <= max_seq - 1:
+            raise BuildError(f"expected {option} from 1 to {max_seq - 1}, got {count}")
+    return Sizes(
+        config,
+        recipe.batch,
+        max_seq,
+        recipe.dtype or checkpoint.dtype,
+        page_len=recipe.page_size,
+        max_rows=recipe.rows,
+        max_pages=recipe.pages,
+        steps=recipe.steps,
+        max_new=recipe.max_new,
+    )
 
 
 def _place(
@@ -209,14 +267,17 @@ def _write_assets(assets: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _lower(
-    spec: EntrySpec, format: Format, sizes: Sizes, plan: WeightsPlan, place: Place
+    draft: Draft, sizes: Sizes, plan: WeightsPlan, place: Place
 ) -> tuple[Program, ProgramTime]:
     started = time.perf_counter()
+    spec, format = draft.spec, draft.format
     lowering = backend(format)
     dtype = lowering.compute_dtype(sizes.dtype, place)
-    signature = spec.signature(replace(sizes, dtype=dtype))
+    variant = {} if draft.variant is None else dict(draft.variant.sizes)
+    signature = spec.signature(replace(sizes, dtype=dtype), variant)
     form = lowering.formulation(torch_dtype(dtype), place)
-    lowered = lowering.lower(Job(sizes.config, spec, signature, form, plan.tensors), place)
+    job = Job(sizes.config, spec, draft.stem, signature, form, plan.tensors)
+    lowered = lowering.lower(job, place)
     program = Program(
         entry=spec.name,
         format=format,
@@ -226,9 +287,10 @@ def _lower(
         signature=signature,
         constants=lowered.constants,
         requires=lowered.requires,
+        variant=variant,
     )
     num_bytes = (place.folder / lowered.file).stat().st_size
-    return program, ProgramTime(spec.name, format, time.perf_counter() - started, num_bytes)
+    return program, ProgramTime(draft.label, format, time.perf_counter() - started, num_bytes)
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ def perplexities(
 
 def _signature(bundle: LoadedBundle) -> Signature:
     for program in bundle.manifest.programs:
-        if program.entry == ENTRY:
+        if program.entry == ENTRY and not program.variant:
             return program.signature
     raise CompatibilityError(
         f"the bundle has no entry `{ENTRY}`, which scores tokens",

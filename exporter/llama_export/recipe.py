@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from llama_artifacts.manifest import FORMATS, Format
+from llama_export.entries.registry import DEFAULT_ROWS
 
 DEFAULT_ENTRIES = ("prefill", "decode")
 DEFAULT_MAX_SEQ = 2048
@@ -26,6 +27,13 @@ class Recipe:
             the smaller of the model's own limit and 2,048.
         batch: rows of the `rows` states.
         page_size: positions of a page of the `pool` states.
+        rows: most rows of a call of the paged entries.
+        pages: most pages of a row; None: as many as `max_seq` positions fill.
+        steps: tokens that `generate` and `sample` give where their name fixes none; None: 32, or
+            what fits into `max_seq`.
+        max_new: most tokens that `generate_until` gives, likewise; None: 128, or what fits.
+        variants: further programs with fixed dimensions, such as `decode_paged:Rows=1`, in every
+            format; None: those of `DEFAULT_VARIANTS` whose entry is built.
         dtype: compute dtype `bf16`, `f16` or `f32`; None: the checkpoint's.
         device: `cpu` or `cuda`.
         weights: `copy` them into the bundle, or `none`: programs only.
@@ -40,6 +48,11 @@ class Recipe:
     max_seq: int | None = None
     batch: int = 1
     page_size: int = 16
+    rows: int = DEFAULT_ROWS
+    pages: int | None = None
+    steps: int | None = None
+    max_new: int | None = None
+    variants: tuple[str, ...] | None = None
     dtype: Literal["bf16", "f16", "f32"] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     weights: Literal["copy", "none"] = "copy"

@@ -28,13 +28,20 @@ from llama_export.model.llama import Formulation, Llama
 # Example sizes: at least 2, and such that no two sizes of one program are equal by accident.
 _EXAMPLE_SIZES = (3, 5, 7, 11, 13, 2)
 
+_ARGUMENTS = {"Steps": "steps", "MaxNew": "max_new"}
+"""What the model's methods call the sizes that an entry's name fixes."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """One program to make: which entry, how it is called, and how its mathematics is written."""
+    """One program to make: which entry, how it is called, and how its mathematics is written.
+
+    `stem` is how its file's name begins.
+    """
 
     config: LlamaConfig
     spec: EntrySpec
+    stem: str
     signature: Signature
     form: Formulation
     weights: Mapping[str, TensorInfo]
@@ -85,11 +92,14 @@ def _module(job: Job, returns_states: bool) -> torch.nn.Module:
     }
     llama.load_state_dict(fakes, strict=True, assign=True)
     llama.requires_grad_(False)
-    entry = getattr(llama, job.spec.name)
+    counts = {_ARGUMENTS[size]: count for size, count in job.spec.counts.items()}
+    entry = functools.partial(getattr(llama, job.spec.method), **counts)
 
     @functools.wraps(entry)  # export reads the names of the arguments
     def with_states(*args: Any) -> Any:
-        return entry(*args), [tensor for state in args[-1] for tensor in state]
+        outputs = entry(*args)
+        flat = outputs if isinstance(outputs, tuple) else (outputs,)
+        return *flat, [tensor for state in args[-1] for tensor in state]
 
     # `forward` on the instance, so that parameter names stay those of the checkpoint.
     has_states = bool(job.signature.states)

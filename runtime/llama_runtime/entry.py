@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,8 +50,21 @@ def check_inputs(
             check_values(spec, int(smallest), int(largest), sizes)
 
 
+class Variant:
+    """A program for calls in which some dimensions have given sizes, loaded when one comes."""
+
+    def __init__(self, sizes: Mapping[str, int], load: Callable[[], Program]) -> None:
+        self.sizes = sizes
+        self._load = load
+
+    @cached_property
+    def program(self) -> Program:
+        """The program."""
+        return self._load()
+
+
 class Entry:
-    """One entry of a loaded bundle.
+    """One entry of a loaded bundle; a call is run by the most specific program that fits it.
 
     Call it with the states (if it has any) and every input by name. Inputs are CPU tensors of the
     declared dtype, or numbers and lists, which are converted; they are uploaded where the program
@@ -63,13 +77,21 @@ class Entry:
         IntegrityError: the program ran and gave something else than the signature declares.
     """
 
-    def __init__(self, record: ProgramRecord, program: Program, device: torch.device) -> None:
+    def __init__(
+        self,
+        record: ProgramRecord,
+        program: Program,
+        device: torch.device,
+        variants: Sequence[Variant] = (),
+    ) -> None:
         self.name = record.entry
         self.format = record.format
         self.dtype = record.dtype
         self.signature: Signature = record.signature
         self.device = device
         self._program = program
+        # Of those that fit a call, the one that fixes most.
+        self._variants = sorted(variants, key=lambda variant: -len(variant.sizes))
 
     def new_states(self, **sizes: int) -> States:
         """States of this entry, all zero.
@@ -97,9 +119,15 @@ class Entry:
         flat_states = self._checked(states, sizes)
         check_inputs(self.signature, tensors, sizes)
         flat = [tensor.to(self.device) for tensor in tensors]
-        outputs = self._program.run(flat, flat_states, sizes)
+        outputs = self._fitting(sizes).run(flat, flat_states, sizes)
         self._check_outputs(outputs, sizes)
         return outputs
+
+    def _fitting(self, sizes: Mapping[str, int]) -> Program:
+        for variant in self._variants:
+            if variant.sizes.items() <= sizes.items():
+                return variant.program
+        return self._program
 
     def _check_outputs(self, outputs: list[torch.Tensor], sizes: Mapping[str, int]) -> None:
         found = [(output.dtype, tuple(output.shape)) for output in outputs]

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -23,9 +23,10 @@ from llama_artifacts.manifest import (
     Program,
 )
 from llama_runtime import compat
-from llama_runtime.entry import Entry
+from llama_runtime.entry import Entry, Variant
 from llama_runtime.generate import Generation, TokenStream
 from llama_runtime.programs.base import Loading, load_program
+from llama_runtime.programs.base import Program as LoadedProgram
 from llama_runtime.sampling import SamplingParams
 from llama_runtime.session import Session
 from llama_runtime.tokenizer import Tokenizer
@@ -149,6 +150,9 @@ class LoadedBundle:
     def entry(self, name: str) -> Entry:
         """The entry of that name, loaded on first use.
 
+        Args:
+            name: such as `decode`; `generate` is enough where the bundle has one `generate<N>`.
+
         Raises:
             InputError: the bundle has no such entry.
             CompatibilityError: none of its programs fits the machine, or the format asked for.
@@ -156,9 +160,14 @@ class LoadedBundle:
         """
         with self._lock:
             if name not in self._entries:
-                loading = self._loading(self._choose(name, self._format))
-                program = load_program(loading)
-                self._entries[name] = Entry(loading.program, program, self._device)
+                program = self._choose(name, self._format)
+                variants = [
+                    Variant(other.variant, partial(self._load, other))
+                    for other in self.manifest.programs
+                    if other.variant and _is_alike(other, program) and self._fits(other)
+                ]
+                loaded = self._load(program)
+                self._entries[name] = Entry(program, loaded, self._device, variants)
             return self._entries[name]
 
     def trainable(self, name: str) -> TrainableEntry:
@@ -184,6 +193,23 @@ class LoadedBundle:
             )
         with self._lock:
             return TrainableEntry(self._loading(self._choose(name, "pt2")))
+
+    def _load(self, record: Program) -> LoadedProgram:
+        return load_program(self._loading(record))
+
+    def _loading(self, program: Program) -> Loading:
+        """What the program is loaded with, its digest checked."""
+        check_digest(self._bundle, program.file)
+        return Loading(
+            path=self._bundle.path(program.file),
+            program=program,
+            weights=self.weights,
+            device=self._device,
+            threads=self._threads,
+        )
+
+    def _fits(self, program: Program) -> bool:
+        return compat.fits(program, device=str(self._device), allow_native=self._allow_native)
 
     def session(self) -> Session:
         """A new conversation at position 0."""
@@ -282,19 +308,17 @@ class LoadedBundle:
             messages.insert(0, {"role": "system", "content": system})
         return self.tokenizer.encode_chat(messages)
 
-    def _loading(self, program: Program) -> Loading:
-        """What the program is loaded with, its digest checked."""
-        check_digest(self._bundle, program.file)
-        return Loading(
-            path=self._bundle.path(program.file),
-            program=program,
-            weights=self.weights,
-            device=self._device,
-            threads=self._threads,
-        )
-
     def _choose(self, name: str, format: Format | None) -> Program:
-        programs = [program for program in self.manifest.programs if program.entry == name]
+        general = [program for program in self.manifest.programs if not program.variant]
+        programs = [program for program in general if program.entry == name]
+        if not programs:
+            programs = [program for program in general if program.entry.startswith(f"{name}<")]
+        if len({program.entry for program in programs}) > 1:
+            raise InputError(
+                f"the bundle has several entries `{name}`",
+                where=self.folder,
+                hint=f"say which: {', '.join(dict.fromkeys(p.entry for p in programs))}",
+            )
         if not programs:
             raise InputError(
                 f"the bundle has no entry `{name}`",
@@ -309,11 +333,20 @@ class LoadedBundle:
                 hint=f"it is there in {', '.join(p.format for p in programs)}",
             )
         wanted.sort(key=lambda program: _PREFERENCE.index(program.format))
-        device, native = str(self._device), self._allow_native
-        fitting = [p for p in wanted if compat.fits(p, device=device, allow_native=native)]
+        fitting = [program for program in wanted if self._fits(program)]
         chosen = (fitting or wanted)[0]
-        compat.check(chosen, device=device, allow_native=native)
+        compat.check(chosen, device=str(self._device), allow_native=self._allow_native)
         return chosen
+
+
+def _is_alike(variant: Program, program: Program) -> bool:
+    """Whether a variant keeps the same states as the program, so that calls may alternate."""
+    return (variant.entry, variant.format, variant.dtype, variant.target) == (
+        program.entry,
+        program.format,
+        program.dtype,
+        program.target,
+    )
 
 
 def _device(name: str) -> torch.device:

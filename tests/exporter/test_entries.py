@@ -24,25 +24,28 @@ def test_the_entries_in_order() -> None:
     assert NAMES == [
         "forward",
         "next_token",
-        "prefill",
         "decode",
+        "prefill",
         "decode_rows",
         "prefill_slots",
         "prefill_packed",
         "step_packed",
-        "loss_packed",
-        "log_probs_packed",
-        "hidden_packed",
         "decode_paged",
         "prefill_paged",
         "step_paged",
+        "generate<Steps>",
+        "sample<Steps>",
+        "generate_until<MaxNew>",
+        "loss_packed",
+        "log_probs_packed",
+        "hidden_packed",
     ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_entry_is_a_method_of_the_model_with_the_declared_inputs(name: str) -> None:
     spec = registry.find(name)
-    code = getattr(Llama, name).__code__
+    code = getattr(Llama, spec.method).__code__
     arguments = code.co_varnames[1 : code.co_argcount]
     declared = [tensor.name for tensor in spec.inputs]
     assert list(arguments) == declared + (["states"] if spec.states else [])
@@ -122,6 +125,8 @@ def test_a_pool_has_a_dynamic_number_of_pages() -> None:
     [
         (["all"], NAMES),
         (["serving"], ["decode_paged", "prefill_paged", "step_paged"]),
+        (["generation"], ["generate<Steps>", "sample<Steps>", "generate_until<MaxNew>"]),
+        (["generate", "generate<Steps>", "generate<8>"], ["generate<Steps>", "generate<8>"]),
         (["training"], ["loss_packed", "log_probs_packed", "hidden_packed"]),
         (["decode", "serving", "decode_paged", "decode"],
          ["decode", "decode_paged", "prefill_paged", "step_paged"]),
@@ -129,6 +134,66 @@ def test_a_pool_has_a_dynamic_number_of_pages() -> None:
 )  # fmt: skip
 def test_groups_stand_for_their_members(names: list[str], expanded: list[str]) -> None:
     assert [spec.name for spec in registry.expand(names)] == expanded
+
+
+def test_a_name_may_fix_the_number_of_tokens() -> None:
+    spec = registry.find("generate<8>").sized(SIZES)
+    assert (spec.name, spec.method, spec.stem) == ("generate<8>", "generate", "generate-8")
+    signature = spec.signature(SIZES)
+    assert signature.outputs[0].shape == (3, 8)
+    pos = signature.inputs[1].values
+    assert pos == Bounds(0, 64 - 1 - 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sized"),
+    [
+        ("generate<Steps>", {}, "generate<32>"),
+        ("sample", {"steps": 5}, "sample<5>"),
+        ("sample<7>", {"steps": 5}, "sample<7>"),
+        ("generate_until", {}, "generate_until<63>"),  # what fits into 64 positions
+        ("generate_until", {"max_new": 9, "steps": 5}, "generate_until<9>"),
+        ("decode", {"steps": 5}, "decode"),
+    ],
+)
+def test_a_name_that_leaves_the_number_open_takes_the_builds(
+    name: str, changes: dict[str, int], sized: str
+) -> None:
+    assert registry.find(name).sized(dataclasses.replace(SIZES, **changes)).name == sized
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    assert registry.find("generate<63>").sized(SIZES).signature(SIZES)
+    with pytest.raises(BuildError, match=r"Steps = 64 tokens do not fit into 63 positions"):
+        registry.find("generate<64>").sized(SIZES)
+
+
+@pytest.mark.parametrize("name", ["generate<0>", "generate<MaxNew>", "generate<>", "decode<4>"])
+def test_a_name_that_fixes_nothing_sensible_is_unknown(name: str) -> None:
+    with pytest.raises(BuildError, match="unknown entry"):
+        registry.find(name)
+
+
+def test_rows_and_pages_of_a_build_bound_the_paged_entries() -> None:
+    sizes = dataclasses.replace(SIZES, max_rows=5, max_pages=7)
+    signature = registry.find("step_paged").signature(sizes)
+    assert signature.dim("Rows") == Dim("Rows", 1, 5)
+    assert signature.dim("Pages") == Dim("Pages", 1, 7)
+    assert signature.outputs[0].shape == ("2*Rows", 128)
+
+
+def test_a_variant_has_numbers_where_dimensions_were() -> None:
+    spec = registry.find("step_paged")
+    signature = spec.signature(SIZES, {"Rows": 2, "PoolPages": 9})
+    assert [dim.name for dim in signature.dims] == ["P", "Pages"]
+    assert signature.outputs[0].shape == (4, 128)
+    assert signature.states[0].shape == (9, 2, 16, 16)
+    bounds = {tensor.name: tensor.values for tensor in signature.inputs}
+    assert bounds["rows"] == Bounds(0, 1)
+    assert bounds["table"] == Bounds(0, 8)
+    assert bounds["slots"] == Bounds(0, 9 * 16 - 1)
+    prefill = registry.find("prefill").signature(SIZES, {"S": 4})
+    assert prefill.inputs[1].values == Bounds(0, 62 - 3)
 
 
 def test_declarations_need_no_torch() -> None:

@@ -41,13 +41,16 @@ def job(
     *,
     batch: int = 2,
     max_seq: int = 64,
+    variant: dict[str, int] | None = None,
     **overrides: Any,
 ) -> Job:
     config = config_from_hf(tiny_config(**overrides), where="config.json")
     weights = {name: TensorInfo("f32", shape) for name, shape in expected_tensors(config).items()}
     weights[INV_FREQ] = TensorInfo("f32", (config.head_dim // 2,))
-    spec = registry.find(entry)
-    return Job(config, spec, spec.signature(Sizes(config, batch, max_seq, "f32")), form, weights)
+    sizes = Sizes(config, batch, max_seq, "f32")
+    spec = registry.find(entry).sized(sizes)
+    signature = spec.signature(sizes, variant)
+    return Job(config, spec, spec.stem, signature, form, weights)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +71,30 @@ def test_every_promised_dimension_is_a_symbol_over_its_whole_range(
             assert isinstance(size, torch.SymInt) == isinstance(declared, str)
 
 
+@pytest.mark.parametrize(
+    ("entry", "fixed"),
+    [(spec.name, dim.name) for spec in registry.entries() for dim in spec.dims],
+)
+def test_a_variant_fixes_a_dimension_and_leaves_the_others_dynamic(entry: str, fixed: str) -> None:
+    made = job(entry, variant={fixed: 1})
+    assert fixed not in {dim.name for dim in made.signature.dims}
+    assert len(made.signature.dims) == len(job(entry).signature.dims) - 1
+    trace(made)  # which checks every size of the graph against the signature
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_graph_names_no_device_but_the_cpu_and_hides_no_constant(entry: str) -> None:
     made = job(entry)
     program = trace(made)
-    for node in program.graph.nodes:
-        assert node.op != "get_attr"
-        for argument in (*node.args, *node.kwargs.values()):
-            if isinstance(argument, torch.device):
-                assert argument == torch.device("cpu")
+    for graph in (module.graph for module in program.graph_module.modules()):
+        for node in graph.nodes:
+            if node.op == "get_attr":  # the body of a loop, never a tensor
+                assert isinstance(
+                    getattr(graph.owning_module, str(node.target)), torch.fx.GraphModule
+                )
+            for argument in (*node.args, *node.kwargs.values()):
+                if isinstance(argument, torch.device):
+                    assert argument == torch.device("cpu")
     specs = program.graph_signature.input_specs
     bound = [spec for spec in specs if spec.kind != InputKind.USER_INPUT]
     assert {spec.target for spec in bound} == set(made.weights)
@@ -84,7 +102,7 @@ def test_the_graph_names_no_device_but_the_cpu_and_hides_no_constant(entry: str)
     assert not program.constants
 
 
-@pytest.mark.parametrize("entry", ["prefill", "decode", "decode_rows"])
+@pytest.mark.parametrize("entry", ["prefill", "decode", "decode_rows", "generate<8>"])
 def test_a_program_for_cuda_graphs_reads_no_number_back(entry: str) -> None:
     for form, num_read in ((CPU, 1), (CUDA, 0)):
         names = map(str, trace(job(entry, form)).range_constraints)

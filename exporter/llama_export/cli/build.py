@@ -15,6 +15,7 @@ from llama_artifacts.summary import show_bytes
 from llama_export import presets
 from llama_export.cli import output
 from llama_export.cli.options import Command, formats_option, json_option, option
+from llama_export.entries.registry import DEFAULT_MAX_NEW, DEFAULT_ROWS, DEFAULT_STEPS
 from llama_export.recipe import DEFAULT_ENTRIES, DEFAULT_MAX_SEQ, Recipe
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class BuildCommand(Command):
     multiple=True,
     metavar="NAME",
     default=DEFAULT_ENTRIES,
-    help="An entry to build, or a group (all, serving, training); repeat it for several. The"
+    help="An entry to build, or a group (all, serving, training, generation); repeat it for several. The"
     " `entries` command lists them.",
 )
 @formats_option(
@@ -61,6 +62,16 @@ class BuildCommand(Command):
     " program, aoti native code for this kind of machine (AOTInductor), onnx for ONNX Runtime.",
     group=PROGRAMS,
     default=FORMATS,
+)
+@option(
+    "--variant",
+    "variants",
+    group=PROGRAMS,
+    multiple=True,
+    metavar="ENTRY:DIM=N",
+    show_default="decode_paged:Rows=1 in aoti for the CPU, where decode_paged is built",
+    help="A further program of an entry, with a dynamic dimension fixed; a runtime takes the most"
+    " specific one that fits a call. Repeat it for several; `none` builds none.",
 )
 @option(
     "--dtype",
@@ -102,6 +113,38 @@ class BuildCommand(Command):
     help="Positions of a page, in entries that keep a pool of pages.",
 )
 @option(
+    "--rows",
+    group=STATES,
+    type=click.IntRange(min=1),
+    default=DEFAULT_ROWS,
+    metavar="N",
+    help="Most rows of one call, in entries that keep a pool of pages.",
+)
+@option(
+    "--pages",
+    group=STATES,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="what --max-seq positions fill",
+    help="Most pages of a row, in entries that keep a pool of pages.",
+)
+@option(
+    "--steps",
+    group=STATES,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default=f"{DEFAULT_STEPS}, or what fits",
+    help="Tokens that generate and sample give; generate<64> fixes them in the name.",
+)
+@option(
+    "--max-new",
+    group=STATES,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default=f"{DEFAULT_MAX_NEW}, or what fits",
+    help="Most tokens that generate_until gives.",
+)
+@option(
     "--output",
     "-o",
     group=WHERE,
@@ -133,7 +176,7 @@ class BuildCommand(Command):
     help="The instruction set of native CPU code.",
 )
 @json_option
-def command(*, model: str, as_json: bool, **choices: Any) -> None:
+def command(*, model: str, as_json: bool, variants: tuple[str, ...], **choices: Any) -> None:
     """Build a bundle from a checkpoint.
 
     MODEL is a checkpoint folder as on the Hugging Face hub (config.json and safetensors), a .gguf
@@ -146,7 +189,7 @@ def command(*, model: str, as_json: bool, **choices: Any) -> None:
     """
     from llama_export.entries import registry
 
-    recipe = Recipe(model, **choices)
+    recipe = Recipe(model, variants=variants or None, **choices)
     registry.expand(recipe.entries)
 
     from llama_export.build import build

@@ -19,6 +19,8 @@ EXAMPLES = (
 )
 _LEGEND = (
     ("Batch, MaxSeq, PageSize", "fixed by `build --batch`, `--max-seq` and `--page-size`"),
+    ("MaxRows, MaxPages", "fixed by `build --rows` and `--pages`"),
+    ("Steps, MaxNew", "fixed by the name, as in generate<32>, or by `--steps` and `--max-new`"),
     ("V, H, T", "the vocabulary's size, the hidden width, the compute dtype"),
     ("other names", "dynamic: a call may choose any size in the range"),
     ("rows", "per layer a key and a value cache T [Batch, KvHeads, MaxSeq, HeadDim]"),
@@ -78,8 +80,9 @@ def _values(name: str, values: Values) -> str:
 
 
 def _largest(values: Values) -> str:
-    size = values.size if values.scale is None else f"{values.scale}*{values.size}"
-    return f"{size}{values.offset:+d}" if values.offset else size
+    size = str(values.size) if values.scale is None else f"{values.scale}*{values.size}"
+    less = "" if values.less is None else f"-{values.less}"
+    return f"{size}{less}{values.offset:+d}" if values.offset else f"{size}{less}"
 
 
 def _range(dim: Range) -> str:

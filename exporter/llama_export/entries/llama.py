@@ -12,7 +12,7 @@ from llama_export.entries.registry import (
 )
 
 MAX_ROWS = 64
-"""Rows that a call takes at most where `--batch` does not fix them."""
+"""Rows that a call takes at most where neither `--batch` nor `--rows` says so."""
 
 MAX_CHUNK = 512
 """Tokens of a row that one prefill call takes at most; longer prompts come in chunks."""
@@ -21,7 +21,10 @@ MAX_PACKED = 2048
 """Tokens that one packed call takes at most: each may see each other."""
 
 MAX_LENGTH = 1 << 20
+MAX_PAGED_ROWS = 1 << 12
+MAX_PAGES = 1 << 16
 MAX_POOL_PAGES = 1 << 20
+MAX_WORD = (1 << 32) - 1
 
 # Position MaxSeq - 1 is scratch, so the last that can be filled is MaxSeq - 2.
 _LAST_POSITION = -2
@@ -35,8 +38,8 @@ _S = Range("S", MAX_LENGTH, "MaxSeq", -1)
 _CHUNK = Range("S", MAX_CHUNK, "MaxSeq", -1)
 _M = Range("M", MAX_ROWS)
 _P = Range("P", MAX_PACKED)
-_ROWS = Range("Rows", MAX_ROWS)
-_PAGES = Range("Pages", 1 << 16, "MaxPages")
+_ROWS = Range("Rows", MAX_PAGED_ROWS, "MaxRows")
+_PAGES = Range("Pages", MAX_PAGES, "MaxPages")
 _POOL = Range(POOL_PAGES, MAX_POOL_PAGES)
 
 _PACKED = (
@@ -62,6 +65,12 @@ _PAGED_PROMPTS = (
     Tensor("last", "i32", ("Rows",), Values("P")),
     _TABLE,
 )
+_TOKEN_BEFORE = Tensor("token", "i32", ("Batch", 1), _TOKEN)
+# The last token that is fed stands at pos + Steps - 1.
+_POS_OF_STEPS = Tensor("pos", "i32", (), Values("MaxSeq", less="Steps"))
+_POS_OF_NEW = Tensor("pos", "i32", (), Values("MaxSeq", less="MaxNew"))
+_KEY = Tensor("key", "i64", (2,), Values(MAX_WORD, 0))
+_STEPS = Tensor("tokens", "i32", ("Batch", "Steps"))
 # An idle row stands at position -1.
 _PAGED_STEP = Values("Pages", scale="PageSize", min=-1)
 
@@ -83,6 +92,16 @@ ENTRIES = (
         dims=(_B, _S),
     ),
     EntrySpec(
+        name="decode",
+        summary="one token of every row, all at position pos",
+        inputs=(
+            Tensor("tokens", "i32", ("Batch", 1), _TOKEN),
+            Tensor("pos", "i32", (), Values("MaxSeq", _LAST_POSITION)),
+        ),
+        states="rows",
+        outputs=(_LOGITS,),
+    ),
+    EntrySpec(
         name="prefill",
         summary="writes S tokens of every row at pos; logits after the last; decode goes on at pos+S",
         inputs=(
@@ -92,16 +111,6 @@ ENTRIES = (
         states="rows",
         outputs=(_LOGITS,),
         dims=(_CHUNK,),
-    ),
-    EntrySpec(
-        name="decode",
-        summary="one token of every row, all at position pos",
-        inputs=(
-            Tensor("tokens", "i32", ("Batch", 1), _TOKEN),
-            Tensor("pos", "i32", (), Values("MaxSeq", _LAST_POSITION)),
-        ),
-        states="rows",
-        outputs=(_LOGITS,),
     ),
     EntrySpec(
         name="decode_rows",
@@ -146,30 +155,6 @@ ENTRIES = (
         dims=(_P,),
     ),
     EntrySpec(
-        name="loss_packed",
-        summary="sum of weights[p] times -log p(targets[p]) over packed sequences",
-        inputs=(*_PACKED, _TARGETS, Tensor("weights", "f32", ("P",))),
-        states=None,
-        outputs=(Tensor("loss", "f32", ()),),
-        dims=(_P,),
-    ),
-    EntrySpec(
-        name="log_probs_packed",
-        summary="log-probability of targets[p] after token p of packed sequences",
-        inputs=(*_PACKED, _TARGETS),
-        states=None,
-        outputs=(Tensor("log_probs", "f32", ("P",)),),
-        dims=(_P,),
-    ),
-    EntrySpec(
-        name="hidden_packed",
-        summary="the stream after the final norm of packed sequences",
-        inputs=_PACKED,
-        states=None,
-        outputs=(Tensor("hidden", COMPUTE_DTYPE, ("P", "H")),),
-        dims=(_P,),
-    ),
-    EntrySpec(
         name="decode_paged",
         summary="one token of every row over the pages of its table; idle rows at position -1",
         inputs=(
@@ -200,5 +185,53 @@ ENTRIES = (
         states="pool",
         outputs=(Tensor("logits", COMPUTE_DTYPE, ("2*Rows", "V")),),
         dims=(_P, _ROWS, _PAGES, _POOL),
+    ),
+    EntrySpec(
+        name="generate<Steps>",
+        summary="Steps greedy tokens after token at pos, in one program",
+        inputs=(_TOKEN_BEFORE, _POS_OF_STEPS),
+        states="rows",
+        outputs=(_STEPS,),
+    ),
+    EntrySpec(
+        name="sample<Steps>",
+        summary="Steps tokens drawn at a temperature; one key gives the same draws in every format",
+        inputs=(_TOKEN_BEFORE, _POS_OF_STEPS, _KEY, Tensor("temperature", "f32", ())),
+        states="rows",
+        outputs=(_STEPS,),
+    ),
+    EntrySpec(
+        name="generate_until<MaxNew>",
+        summary="greedy tokens until every row has given eos, zeros after it, and their count",
+        inputs=(_TOKEN_BEFORE, _POS_OF_NEW, Tensor("eos", "i32", (), _TOKEN)),
+        states="rows",
+        outputs=(
+            Tensor("tokens", "i32", ("Batch", "MaxNew")),
+            Tensor("count", "i32", ("Batch",)),
+        ),
+    ),
+    EntrySpec(
+        name="loss_packed",
+        summary="sum of weights[p] times -log p(targets[p]) over packed sequences",
+        inputs=(*_PACKED, _TARGETS, Tensor("weights", "f32", ("P",))),
+        states=None,
+        outputs=(Tensor("loss", "f32", ()),),
+        dims=(_P,),
+    ),
+    EntrySpec(
+        name="log_probs_packed",
+        summary="log-probability of targets[p] after token p of packed sequences",
+        inputs=(*_PACKED, _TARGETS),
+        states=None,
+        outputs=(Tensor("log_probs", "f32", ("P",)),),
+        dims=(_P,),
+    ),
+    EntrySpec(
+        name="hidden_packed",
+        summary="the stream after the final norm of packed sequences",
+        inputs=_PACKED,
+        states=None,
+        outputs=(Tensor("hidden", COMPUTE_DTYPE, ("P", "H")),),
+        dims=(_P,),
     ),
 )

@@ -1,18 +1,28 @@
 """Entries: what a program of each name takes, keeps and gives, before any size is known.
 
-Fixed sizes are spelled `Batch`, `MaxSeq`, `PageSize`, `MaxPages`, `V` and `H`; every other name in a
-shape is a dynamic dimension. Nothing here imports torch.
+Fixed sizes are spelled `Batch`, `MaxSeq`, `PageSize`, `MaxRows`, `MaxPages`, `V`, `H` and, in the
+entries that generate, `Steps` or `MaxNew`; every other name in a shape is a dynamic dimension, which
+a variant may fix. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llama_artifacts.errors import BuildError
-from llama_artifacts.signature import Bounds, Dim, Shape, Signature, StateSpec, TensorSpec
+from llama_artifacts.signature import (
+    Bounds,
+    Dim,
+    Shape,
+    Signature,
+    StateSpec,
+    TensorSpec,
+    parts,
+)
 from llama_export.checkpoint.config import LlamaConfig
 
 COMPUTE_DTYPE = "T"
@@ -21,27 +31,51 @@ COMPUTE_DTYPE = "T"
 POOL_PAGES = "PoolPages"
 """The dimension of a pool: how many pages it holds, page 0 among them."""
 
+DEFAULT_ROWS = 64
+DEFAULT_STEPS = 32
+DEFAULT_MAX_NEW = 128
+
+_COUNTED = re.compile(r"([a-z_]+)<([A-Za-z]+|[1-9][0-9]{0,8})>")
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a build fixes: the network, the sizes of its states, the compute dtype."""
+    """What a build fixes: the network, the sizes of its states, the compute dtype.
+
+    Attributes:
+        config: the network.
+        batch: rows of the `rows` states.
+        max_seq: positions of a `rows` state, the last of which is scratch.
+        dtype: the compute dtype.
+        page_len: positions of a page.
+        max_rows: most rows of a call of the paged entries.
+        max_pages: most pages of a row; None: as many as `max_seq` positions fill.
+        steps: tokens that `generate` and `sample` give; None: the default, or what fits.
+        max_new: most tokens that `generate_until` gives; None: as `steps`.
+    """
 
     config: LlamaConfig
     batch: int
     max_seq: int
     dtype: str
     page_len: int = 16
+    max_rows: int = DEFAULT_ROWS
+    max_pages: int | None = None
+    steps: int | None = None
+    max_new: int | None = None
 
     def named(self) -> dict[str, int]:
         """The fixed sizes by the names that declarations use."""
         return {
             "Batch": self.batch,
-            "2*Batch": 2 * self.batch,
             "MaxSeq": self.max_seq,
             "PageSize": self.page_len,
-            "MaxPages": -(-self.max_seq // self.page_len),
+            "MaxRows": self.max_rows,
+            "MaxPages": self.max_pages or -(-self.max_seq // self.page_len),
             "V": self.config.vocab_size,
             "H": self.config.hidden_size,
+            "Steps": self.steps or min(DEFAULT_STEPS, self.max_seq - 1),
+            "MaxNew": self.max_new or min(DEFAULT_MAX_NEW, self.max_seq - 1),
         }
 
 
@@ -50,26 +84,34 @@ class Values:
     """Bounds of an integer input: from `min` to a size plus an offset.
 
     Attributes:
-        size: a fixed size, or a dimension of the call.
+        size: a fixed size, a dimension of the call, or a number.
         offset: what is added to the size.
+        less: a fixed size that is taken off, or None.
         span: see `Bounds.span`.
         min: the smallest value.
         scale: a fixed size by which a dimension is multiplied, or None.
     """
 
-    size: str
+    size: str | int
     offset: int = -1
+    less: str | None = None
     span: str | None = None
     min: int = 0
     scale: str | None = None
 
     def resolve(self, named: Mapping[str, int], dims: Mapping[str, Dim]) -> Bounds:
         """The bounds as numbers."""
-        if self.size in named:
-            return Bounds(self.min, named[self.size] + self.offset, self.span)
         scale = 1 if self.scale is None else named[self.scale]
-        largest = scale * dims[self.size].max + self.offset
-        return Bounds(self.min, largest, None, self.size, scale, self.offset)
+        offset = self.offset - (0 if self.less is None else named[self.less])
+        if isinstance(self.size, int):
+            return Bounds(self.min, scale * self.size + offset, self.span)
+        if self.size in named:
+            largest = scale * named[self.size] + offset
+            if self.span is not None and self.span in named:
+                return Bounds(self.min, largest - named[self.span] + 1)
+            return Bounds(self.min, largest, self.span)
+        largest = scale * dims[self.size].max + offset
+        return Bounds(self.min, largest, None, self.size, scale, offset)
 
 
 @dataclass(frozen=True)
@@ -81,19 +123,21 @@ class Tensor:
     shape: Shape
     values: Values | None = None
 
-    def resolve(self, sizes: Sizes, dims: Mapping[str, Dim]) -> TensorSpec:
-        """The tensor with every fixed size as a number."""
-        named = sizes.named()
-        shape = tuple(
-            named.get(size, size) if isinstance(size, str) else size for size in self.shape
-        )
-        dtype = sizes.dtype if self.dtype == COMPUTE_DTYPE else self.dtype
+    def resolve(self, dtype: str, named: Mapping[str, int], dims: Mapping[str, Dim]) -> TensorSpec:
+        """The tensor with every fixed size as a number, and `dtype` as the compute dtype."""
         return TensorSpec(
             self.name,
-            dtype,
-            shape,
+            dtype if self.dtype == COMPUTE_DTYPE else self.dtype,
+            tuple(_resolved(size, named) for size in self.shape),
             None if self.values is None else self.values.resolve(named, dims),
         )
+
+
+def _resolved(size: int | str, named: Mapping[str, int]) -> int | str:
+    if isinstance(size, int):
+        return size
+    factor, name = parts(size)
+    return factor * named[name] if name in named else size
 
 
 @dataclass(frozen=True)
@@ -124,13 +168,15 @@ class EntrySpec:
     """One entry.
 
     Attributes:
-        name: what users call it; also the method of the model that computes it.
+        name: what users call it; `generate<Steps>` before a number of steps is chosen, then
+            `generate<32>`.
         summary: one line on what it computes.
         inputs: tensors of a call, in order.
         states: a key and a value cache per layer, in `rows` or in the pages of a `pool`; None for
             no state.
         outputs: results, in order.
         dims: the dynamic dimensions.
+        counts: the size that its name fixes, by the size's name.
     """
 
     name: str
@@ -139,17 +185,77 @@ class EntrySpec:
     states: Literal["rows", "pool"] | None
     outputs: tuple[Tensor, ...]
     dims: tuple[Range, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
 
-    def signature(self, sizes: Sizes) -> Signature:
-        """The declared signature for these sizes."""
-        dims = tuple(dim.resolve(sizes) for dim in self.dims)
-        by_name = {dim.name: dim for dim in dims}
+    @property
+    def method(self) -> str:
+        """The method of the model that computes it."""
+        return self.name.partition("<")[0]
+
+    @property
+    def stem(self) -> str:
+        """The name as part of a file name: `generate-32`."""
+        return self.name.replace("<", "-").removesuffix(">")
+
+    def sized(self, sizes: Sizes) -> EntrySpec:
+        """The entry with the number that its name leaves open, if it does.
+
+        Raises:
+            BuildError: more tokens than a state holds.
+        """
+        open_size = next((size for size in COUNTS if self.name == f"{self.method}<{size}>"), None)
+        spec = self if open_size is None else _counted(self, open_size, sizes.named()[open_size])
+        for size, count in spec.counts.items():
+            if count > sizes.max_seq - 1:
+                raise BuildError(
+                    f"{spec.name}: {size} = {count} tokens do not fit into {sizes.max_seq - 1} "
+                    "positions",
+                    hint="choose a larger --max-seq or fewer tokens",
+                )
+        return spec
+
+    def signature(self, sizes: Sizes, variant: Mapping[str, int] | None = None) -> Signature:
+        """The declared signature for these sizes.
+
+        Args:
+            sizes: what the build fixes.
+            variant: dynamic dimensions that are fixed too, by name.
+
+        Raises:
+            BuildError: the variant fixes what is no dimension of the entry, or out of its range.
+        """
+        fixed = dict(variant or {})
+        ranges = {dim.name: dim.resolve(sizes) for dim in self.dims}
+        for name, size in fixed.items():
+            self._check_variant(name, size, ranges)
+        dims = {name: dim for name, dim in ranges.items() if name not in fixed}
+        named = {**sizes.named(), **self.counts, **fixed}
         return Signature(
-            inputs=tuple(tensor.resolve(sizes, by_name) for tensor in self.inputs),
-            states=_states(self.states, sizes),
-            outputs=tuple(tensor.resolve(sizes, by_name) for tensor in self.outputs),
-            dims=dims,
+            inputs=tuple(tensor.resolve(sizes.dtype, named, dims) for tensor in self.inputs),
+            states=_states(self.states, sizes, fixed),
+            outputs=tuple(tensor.resolve(sizes.dtype, named, dims) for tensor in self.outputs),
+            dims=tuple(dims.values()),
         )
+
+    def _check_variant(self, name: str, size: int, ranges: Mapping[str, Dim]) -> None:
+        where = f"variant {self.name}:{name}={size}"
+        if name not in ranges:
+            known = ", ".join(ranges) or "none"
+            message = f"`{self.name}` has no dynamic dimension `{name}`"
+            raise BuildError(message, where=where, hint=f"it has {known}")
+        dim = ranges[name]
+        if not dim.min <= size <= dim.max:
+            raise BuildError(
+                f"expected {name} from {dim.min} to {dim.max}, got {size}", where=where
+            )
+
+
+COUNTS = ("Steps", "MaxNew")
+"""Sizes that an entry's name can fix."""
+
+
+def _counted(spec: EntrySpec, size: str, count: int) -> EntrySpec:
+    return replace(spec, name=f"{spec.method}<{count}>", counts={size: count})
 
 
 def entries() -> tuple[EntrySpec, ...]:
@@ -168,7 +274,8 @@ def expand(names: Sequence[str]) -> tuple[EntrySpec, ...]:
     specs: dict[str, EntrySpec] = {}
     for name in names:
         for member in groups().get(name, (name,)):
-            specs[member] = find(member)
+            spec = find(member)
+            specs[spec.name] = spec
     return tuple(specs.values())
 
 
@@ -179,28 +286,36 @@ def groups() -> dict[str, tuple[str, ...]]:
         "all": names,
         "serving": tuple(name for name in names if name.endswith("_paged")),
         "training": ("loss_packed", "log_probs_packed", "hidden_packed"),
+        "generation": tuple(name for name in names if "<" in name),
     }
 
 
 def find(name: str) -> EntrySpec:
-    """The entry of that name.
+    """The entry of that name; `generate` and `generate<Steps>` leave open what `generate<32>` fixes.
 
     Raises:
         BuildError: there is none; the nearest names are suggested.
     """
     by_name = {spec.name: spec for spec in entries()}
-    if name not in by_name:
-        near = difflib.get_close_matches(name, [*by_name, *groups()], n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known entries: {', '.join(by_name)}"
-        raise BuildError(f"unknown entry `{name}`", hint=hint)
-    return by_name[name]
+    by_method = {spec.method: spec for spec in entries()}
+    if name in by_name or name in by_method:
+        return by_name.get(name) or by_method[name]
+    match = _COUNTED.fullmatch(name)
+    spec = by_method.get(match[1]) if match else None
+    if match and spec and "<" in spec.name and match[2].isdecimal():
+        size = spec.name.partition("<")[2].removesuffix(">")
+        return _counted(spec, size, int(match[2]))
+    near = difflib.get_close_matches(name, [*by_name, *by_method, *groups()], n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known entries: {', '.join(by_name)}"
+    raise BuildError(f"unknown entry `{name}`", hint=hint)
 
 
-def _states(kind: str | None, sizes: Sizes) -> tuple[StateSpec, ...]:
+def _states(kind: str | None, sizes: Sizes, fixed: Mapping[str, int]) -> tuple[StateSpec, ...]:
     config = sizes.config
+    num_pages = fixed.get(POOL_PAGES, POOL_PAGES)
     shapes: dict[str | None, Shape] = {
         "rows": (sizes.batch, config.num_kv_heads, sizes.max_seq, config.head_dim),
-        "pool": (POOL_PAGES, config.num_kv_heads, sizes.page_len, config.head_dim),
+        "pool": (num_pages, config.num_kv_heads, sizes.page_len, config.head_dim),
     }
     if kind is None:
         return ()

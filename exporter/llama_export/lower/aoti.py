@@ -54,7 +54,7 @@ class AotiBackend:
             program.state_dict[name] = as_kind(program.state_dict[name], tensor)
         if place.device == "cuda":
             program = move_to_device_pass(program, "cuda")
-        file = f"{job.spec.name}.{target.device}-{target.isa or target.capability}.pt2"
+        file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
         with inductor_config.patch(options), _quiet():
             aoti_compile_and_package(program, package_path=archive)

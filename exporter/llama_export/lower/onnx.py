@@ -54,7 +54,7 @@ class OnnxBackend:
             _simplify(model)
         _point_at_weights(model, job, place)
         _clean(model)
-        file = f"{job.spec.name}.onnx" if place.device == "cpu" else f"{job.spec.name}.cuda.onnx"
+        file = f"{job.stem}.onnx" if place.device == "cpu" else f"{job.stem}.cuda.onnx"
         ir.save(model, place.folder / file)
         target = Target("cpu" if place.device == "cpu" else "cuda")
         return Lowered(file, target, {"onnxruntime": MIN_ONNXRUNTIME}, tuple(job.weights))

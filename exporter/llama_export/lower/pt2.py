@@ -33,7 +33,7 @@ class Pt2Backend:
         _drop_traces(program)
         for name, tensor in program.state_dict.items():
             program.state_dict[name] = as_kind(tensor, torch.empty(0, dtype=tensor.dtype))
-        file = f"{job.spec.name}.pt2" if place.device == "cpu" else f"{job.spec.name}.cuda.pt2"
+        file = f"{job.stem}.pt2" if place.device == "cpu" else f"{job.stem}.cuda.pt2"
         archive = io.BytesIO()
         torch.export.save(program, archive)
         write_archive(place.folder / file, archive)

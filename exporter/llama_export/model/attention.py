@@ -4,14 +4,15 @@ A context says where the new tokens of a call stand, where their keys and values
 each of them sees. One context serves every layer of a call.
 
 Shape letters: B rows (sequences), S new tokens of a row, P packed tokens, C keys in reach, M
-positions a cache row holds, Q pages of a row's table, L positions of a page, K key/value heads,
-G query heads per key/value head, N = K * G query heads, D head width; `...` the axes of the call's
+positions a cache row holds, T steps of a loop, Q pages of a row's table, L positions of a page, K
+key/value heads, G query heads per key/value head, N = K * G query heads, D head width; `...` the axes of the call's
 tokens, [B, S] or [P].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,42 @@ def attend_pages(q_PND: Tensor, k_PQKLD: Tensor, v_PQKLD: Tensor, visible_PQL: T
     total = weights.sum((1, 4), keepdim=True)
     mixed = ((weights / total)[..., None] * v_PQKLD.float()[:, :, :, None]).sum((1, 4))
     return mixed.reshape(P, N, D)
+
+
+def attend_two(
+    q_BND: Tensor, past: State, own: State, seen_C: Tensor, own_seen_T: Tensor, *, is_fused: bool
+) -> Tensor:
+    """`attend` for one query a row over keys in two places, [B, K, C, D] and [B, K, T, D].
+
+    The two softmaxes share their maximum and their sum, so that nothing is concatenated.
+    """
+    B, N, D = q_BND.shape
+    K = own[0].shape[1]
+    q = (q_BND.float() * D**-0.5).reshape(B, K, N // K, D)
+    parts = ((past, seen_C), (own, own_seen_T))
+    scores = [
+        _dot(q, keys.float(), is_fused).masked_fill(~seen, HIDDEN) for (keys, _), seen in parts
+    ]
+    largest = torch.maximum(*(score.amax(-1, keepdim=True) for score in scores))
+    weights = [(score - largest).exp() for score in scores]
+    total = weights[0].sum(-1, keepdim=True) + weights[1].sum(-1, keepdim=True)
+    mixed = [
+        _weighted(weight, values.float(), is_fused)
+        for weight, ((_, values), _) in zip(weights, parts, strict=True)
+    ]
+    return ((mixed[0] + mixed[1]) / total).reshape(B, N, D)
+
+
+def _dot(q_BKGD: Tensor, keys_BKCD: Tensor, is_fused: bool) -> Tensor:
+    if is_fused:
+        return (q_BKGD[:, :, :, None] * keys_BKCD[:, :, None]).sum(-1)
+    return q_BKGD @ keys_BKCD.transpose(-1, -2)
+
+
+def _weighted(weights_BKGC: Tensor, values_BKCD: Tensor, is_fused: bool) -> Tensor:
+    if is_fused:
+        return (weights_BKGC[..., None] * values_BKCD[:, :, None]).sum(-2)
+    return weights_BKGC @ values_BKCD
 
 
 def write_rows(cache_BKMD: Tensor, new: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -140,6 +177,51 @@ class CachedRows:
             return attend_one(q[:, 0], keys, values, visible_BC)[:, None]
         assert self.visible_BSC is not None
         return attend(q, keys, values, self.visible_BSC)
+
+
+@dataclass(frozen=True)
+class Looped:
+    """One token a row in a loop that writes no state, only buffers of its own.
+
+    A loop that carried the states would copy them at every step.
+
+    Attributes:
+        positions: [1, 1], shared by the rows.
+        past: each layer's keys and values before the loop, [B, K, C, D].
+        seen: which of them are seen, [C].
+        own: each layer's keys and values of the loop, [B, K, T, D].
+        step: the number of the step, an int64 scalar.
+        is_fused: written as products and sums that a compiler fuses.
+        kept: `own` with this step's token, filled by `mix` layer by layer.
+    """
+
+    positions: Tensor
+    past: Sequence[State]
+    seen: Tensor
+    own: Sequence[State]
+    step: Tensor
+    is_fused: bool
+    kept: list[State] = field(default_factory=list)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
+        assert state is None
+        layer = len(self.kept)
+        order = torch.arange(self.own[layer][0].shape[2], device=q.device)
+        is_now = (order == self.step)[:, None]
+        keys, values = (
+            torch.where(is_now, new.transpose(1, 2), old)
+            for new, old in zip((k, v), self.own[layer], strict=True)
+        )
+        self.kept.append((keys, values))
+        mixed = attend_two(
+            q[:, 0],
+            self.past[layer],
+            (keys, values),
+            self.seen,
+            order <= self.step,
+            is_fused=self.is_fused,
+        )
+        return mixed[:, None]
 
 
 @dataclass(frozen=True)

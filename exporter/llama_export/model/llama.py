@@ -12,7 +12,7 @@ compute dtype where the reference implementation (transformers' Llama) rounds it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.model import rope
-from llama_export.model.attention import CachedRows, Context, Mixed, OwnKeys, Paged, State
+from llama_export.model import rope, threefry
+from llama_export.model.attention import (
+    CachedRows,
+    Context,
+    Looped,
+    Mixed,
+    OwnKeys,
+    Paged,
+    State,
+    write_rows,
+)
+from llama_export.model.loop import flat, loop, pairs
+
+MIN_TEMPERATURE = 1e-5
+"""Sampling at less than this is greedy."""
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 """Name of the table of inverse frequencies among the weights."""
@@ -284,6 +297,48 @@ class Llama(nn.Module):
             tokens, last, step_tokens, Mixed(prompt, step, tokens.shape[0]), states
         )
 
+    def generate(
+        self, token: Tensor, pos: Tensor, states: Sequence[State], *, steps: int
+    ) -> Tensor:
+        """Greedy tokens [B, steps] after token [B, 1] at position pos."""
+        return self._generate(token, pos, states, steps, lambda _, logits: logits.argmax(-1))[0]
+
+    def sample(
+        self,
+        token: Tensor,
+        pos: Tensor,
+        key: Tensor,
+        temperature: Tensor,
+        states: Sequence[State],
+        *,
+        steps: int,
+    ) -> Tensor:
+        """Tokens [B, steps] drawn from softmax(logits / temperature), key int64 [2].
+
+        Step i draws with key number i of `threefry.split`, row b and token t with word b * V + t
+        of its bits. A temperature below 1e-5 is greedy.
+        """
+
+        def draw(step: Tensor, logits: Tensor) -> Tensor:
+            shape = (logits.shape[0], logits.shape[1])
+            words = threefry.split((key[0], key[1]), step)
+            noise = threefry.gumbel(threefry.bits(words, shape))
+            scores = logits.float() / temperature.clamp(min=MIN_TEMPERATURE) + noise
+            return torch.where(temperature < MIN_TEMPERATURE, logits.float(), scores).argmax(-1)
+
+        return self._generate(token, pos, states, steps, draw)[0]
+
+    def generate_until(
+        self, token: Tensor, pos: Tensor, eos: Tensor, states: Sequence[State], *, max_new: int
+    ) -> tuple[Tensor, Tensor]:
+        """Greedy tokens [B, max_new], zero after each row's eos, and their count [B].
+
+        Ends when every row has produced eos, which counts as a token of its row.
+        """
+        return self._generate(
+            token, pos, states, max_new, lambda _, logits: logits.argmax(-1), eos=eos
+        )
+
     def hidden_packed(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         """The stream [P, H] after the final norm; a token sees its own segment up to itself."""
         return self._hidden(tokens, OwnKeys(positions, _same_segment(positions, segments)))
@@ -315,6 +370,60 @@ class Llama(nn.Module):
         if self.lm_head is not None:
             return self.lm_head(x)
         return _linear(x, self.model.embed_tokens.weight, None, self.form)
+
+    def _generate(
+        self,
+        token: Tensor,
+        pos: Tensor,
+        states: Sequence[State],
+        num_steps: int,
+        choose: Callable[[Tensor, Tensor], Tensor],
+        *,
+        eos: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, num_steps] and count [B] int32; the states are written once, after the loop.
+
+        `choose` makes the tokens [B] of the number of the step and logits [B, V].
+        """
+        num_rows, device = token.shape[0], token.device
+        start = self._start(pos, num_steps, _capacity(states))
+        # One key too many, hidden, so that there is a past at position 0.
+        num_past = _capacity(states) if start is None else start + 1
+        past = [(keys[:, :, :num_past], values[:, :, :num_past]) for keys, values in states]
+        seen = _arange(num_past, token) < pos
+        order = torch.arange(num_steps, device=device)
+        width = (num_rows, past[0][0].shape[1], num_steps, past[0][0].shape[3])
+
+        def is_going(step: Tensor, done: Tensor, *_: Tensor) -> Tensor:
+            return (step < num_steps) & ~done.all()
+
+        def advance(
+            step: Tensor, done: Tensor, count: Tensor, token: Tensor, tokens: Tensor, *own: Tensor
+        ) -> tuple[Tensor, ...]:
+            positions = (pos + step).int().reshape(1, 1)
+            context = Looped(positions, past, seen, pairs(own), step, self.form.is_fused)
+            logits = self._head(self._hidden(token, context)[:, -1])
+            token = choose(step, logits).int()[:, None]
+            tokens = torch.where((order == step) & ~done[:, None], token, tokens)
+            count = count + (~done).int()
+            done = done | (token[:, 0] == (-1 if eos is None else eos))
+            return (step + 1, done, count, token, tokens, *flat(context.kept))
+
+        begin = (
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.zeros(num_rows, dtype=torch.bool, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
+            token.clone(),
+            torch.zeros(num_rows, num_steps, dtype=torch.int32, device=device),
+            *(torch.zeros(width, dtype=tensor.dtype, device=device) for tensor in flat(states)),
+        )
+        _, _, count, _, tokens, *own = loop(is_going, advance, begin)
+        # What a row computed after its end goes to scratch.
+        positions = torch.where(order < count[:, None], pos + order, _capacity(states) - 1)
+        rows = torch.arange(num_rows, device=device)[:, None]
+        for state, new in zip(flat(states), own, strict=True):
+            write_rows(state, new.transpose(1, 2), rows, positions)
+        return tokens, count
 
     def _mixed_step(
         self,
@@ -350,12 +459,17 @@ class Llama(nn.Module):
         return Paged(positions.clamp(min=0), slots, None, table, self.form.is_fused)
 
     def _num_keys(self, first: Tensor, num_new: int, capacity: int) -> Any:
+        start = self._start(first, num_new, capacity)
+        return capacity if start is None else start + num_new
+
+    def _start(self, first: Tensor, num_new: int, capacity: int) -> Any:
+        """The position as a number, or None in a form that reads none back."""
         if not self.form.reads_positions:
-            return capacity
+            return None
         start = first.item()
         torch._check(start >= 0)
         torch._check(start + num_new <= capacity)
-        return start + num_new
+        return start
 
 
 def _arange(size: Any, like: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ _MEMBERS = re.compile(
 )
 _ARITHMETIC = "add|and_|eq|floordiv|ge|getitem|gt|le|lt|mod|mul|ne|neg|not_|or_|pow|sub|truediv"
 _TARGETS = re.compile(
-    r"torch\.ops\.aten\.(__(and|or|xor)__|_?[a-z][a-z0-9_]*)\.[A-Za-z][A-Za-z0-9_]*"
+    r"torch\.ops\.aten\.(__(and|or|xor|lshift|rshift)__|_?[a-z][a-z0-9_]*)\.[A-Za-z][A-Za-z0-9_]*"
     rf"|torch\.ops\.higher_order\.(cond|while_loop)|_operator\.({_ARITHMETIC})"
     r"|torch\.sym_(float|int|ite|max|min|not)|math\.(ceil|floor|trunc)"
 )
