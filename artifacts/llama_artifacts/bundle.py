@@ -123,6 +123,29 @@ def staging(target: Path) -> Iterator[Path]:
             raise
 
 
+def rewrite_manifest(bundle: Bundle, manifest: Manifest) -> None:
+    """Puts another manifest in the place of a bundle's, at once and for good, or not at all.
+
+    Raises:
+        IntegrityError: the bundle on disk is no longer the one that was opened.
+        BuildError: the manifest cannot be written.
+    """
+    path = bundle.path(manifests.FILE_NAME)
+    if manifests.read(bundle.folder) != bundle.manifest:
+        raise IntegrityError("it changed since it was opened", where=path, hint="verify it again")
+    part = bundle.path(f".{manifests.FILE_NAME}.partial-{os.getpid()}")
+    try:
+        part.write_bytes(manifests.to_json(manifest))
+        _fsync(part)
+        part.replace(path)
+        _fsync(bundle.folder)
+    except OSError as cause:
+        message = f"cannot be written: {cause.strerror}"
+        raise BuildError(message, where=path, hint="is the folder yours to write?") from cause
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def check_space(target: Path, needed_bytes: int) -> None:
     """Refuses to start what the file system has no room for.
 

@@ -169,6 +169,17 @@ class LoadedBundle:
                 self._entries[name] = Entry(program, loaded, self._device, variants)
             return self._entries[name]
 
+    def open(self, program: Program) -> Entry:
+        """One program of the manifest as a callable, and no other, whatever call it gets.
+
+        Raises:
+            CompatibilityError: it does not fit the machine.
+            IntegrityError: its file is damaged.
+        """
+        compat.check(program, device=str(self._device), allow_native=self._allow_native)
+        with self._lock:
+            return Entry(program, self._load(program), self._device)
+
     def _load(self, record: Program) -> LoadedProgram:
         check_digest(self._bundle, record.file)
         loading = Loading(
