@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,8 @@ def verify(
     reporter = reporter or Reporter()
     manifest = open_bundle(folder).manifest
     programs = _chosen(manifest, formats, entries)
-    if laws is None:
-        chosen = () if uses_vectors else registry.LAWS
-    else:
-        chosen = registry.find(laws)
+    asked = () if laws is None and uses_vectors else laws
+    chosen = registry.LAWS if asked is None else registry.find(asked)
     results = [_integrity(folder, reporter)]
     if results[0].passed and manifest.weights != "none":
         found = list(_run(Bench(folder, manifest), chosen, programs, reporter))
@@ -193,7 +192,7 @@ def _run(
     for law in laws:
         if law.scope == "bundle":
             with reporter.step(f"check {law.name}"):
-                yield from _judge(law, "", "", lambda law=law: law.load()(bench), 0)
+                yield from _judge(law, "", "", partial(law.load(), bench), 0)
     runnable = [program for program in programs if _can_run(program, reporter)]
     for format in dict.fromkeys(program.format for program in runnable):
         for program in runnable:
@@ -217,7 +216,7 @@ def _check_program(
                 law,
                 program.label,
                 program.format,
-                lambda law=law: law.load()(bench, program),
+                partial(law.load(), bench, program),
                 limit_of(program),
             )
 
@@ -229,9 +228,7 @@ def _across_formats(
         alike = [program for program in programs if program.label == label]
         if law.applies(alike[0].entry):
             with reporter.step(f"check {label} {law.name}"):
-                yield from _judge(
-                    law, label, "", lambda alike=alike: law.load()(bench, alike), 0
-                )
+                yield from _judge(law, label, "", partial(law.load(), bench, alike), 0)
 
 
 def _judge(
@@ -256,7 +253,9 @@ def _judge(
 def _can_run(program: Program, reporter: Reporter) -> bool:
     name = f"{program.label} {program.format}"
     if not is_known(program):
-        reporter.note(f"{name}: an entry or a variant that this version does not know, not run here")
+        reporter.note(
+            f"{name}: an entry or a variant that this version does not know, not run here"
+        )
         return False
     if not runs_here(program):
         reporter.note(f"{name}: made for another machine, not run here")

@@ -163,9 +163,7 @@ def _run(entry: Entry, vectors: Vectors, limit: float) -> tuple[float, str]:
     return worst if worst >= 0 else math.nan, detail
 
 
-def _compare(
-    actual: torch.Tensor, expected: torch.Tensor, limit: float
-) -> tuple[float, str]:
+def _compare(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> tuple[float, str]:
     if expected.is_floating_point():
         return compare(actual, expected, limit)
     wrong = (actual != expected) & (expected != ANYTHING)

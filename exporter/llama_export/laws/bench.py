@@ -116,9 +116,7 @@ class Bench:
             self._driven[key] = driven
         return driven
 
-    def memory(
-        self, program: Program, *, order: Order = "scattered", num_wider: int = 0
-    ) -> Memory:
+    def memory(self, program: Program, *, order: Order = "scattered", num_wider: int = 0) -> Memory:
         """New poisoned states of a program."""
         entry = self.entry(program)
         return new_memory(entry, self.sequences.num_tokens, order=order, num_wider=num_wider)

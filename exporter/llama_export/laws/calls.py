@@ -108,9 +108,7 @@ def _prefill_slots(call: Call, sequences: Sequences, memory: Memory) -> Prepared
 
 def _prefill_packed(call: Call, sequences: Sequences, memory: Memory) -> Prepared:
     inputs = _pack(call.prompts, sequences, memory)
-    return Prepared(
-        {**inputs, "last": _last(call.prompts, memory)}, _by_row(call.prompts)
-    )
+    return Prepared({**inputs, "last": _last(call.prompts, memory)}, _by_row(call.prompts))
 
 
 def _prefill_paged(call: Call, sequences: Sequences, memory: Memory) -> Prepared:

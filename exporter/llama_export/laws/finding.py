@@ -31,7 +31,7 @@ def close(
     actual: torch.Tensor,
     expected: torch.Tensor,
     limit: float,
-    places: Sequence[tuple[int, int]],
+    places: Sequence[tuple[int, ...]],
 ) -> Finding:
     """Whether answers [answers, ...] are those expected; told by row and position."""
     figure, detail = compare(actual, expected, limit, places)

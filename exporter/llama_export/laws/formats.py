@@ -32,11 +32,14 @@ def _pair(bench: Bench, first: Program, second: Program) -> Finding:
 def _gap(bench: Bench, one: Generated, other: Generated, limit: float) -> Finding:
     """How far apart the oracle puts two texts at the first token in which they differ."""
     scores = scores_along(bench.oracle, one)
-    scale, largest, place = float(scores.abs().max()), 0.0, ()
+    scale, largest = float(scores.abs().max()), 0.0
+    place: tuple[int, ...] = ()
     for row, differs in enumerate(one.tokens != other.tokens):
         if differs.any():
             step = int(differs.nonzero()[0])
             pair = [int(one.tokens[row, step]), int(other.tokens[row, step])]
             gap = float((scores[row, step, pair[0]] - scores[row, step, pair[1]]).abs())
             largest, place = max((largest, place), (gap, (row, step)))
-    return Finding(largest / scale, limit, f"{largest:.3g} apart at {place}, atol {limit * scale:.3g}")
+    return Finding(
+        largest / scale, limit, f"{largest:.3g} apart at {place}, atol {limit * scale:.3g}"
+    )

@@ -13,8 +13,8 @@ import torch
 
 from llama_artifacts.signature import Signature, resolve
 from llama_export.laws.calls import Inputs
-from llama_export.laws.drive import Watch
 from llama_export.laws.draws import noise
+from llama_export.laws.drive import Watch
 from llama_export.laws.finding import Finding, exact, worst
 from llama_export.laws.memory import Memory, new_memory
 from llama_export.laws.oracle import Oracle
@@ -65,9 +65,7 @@ def generate(entry: Entry, oracle: Oracle) -> tuple[Generated, ...]:
     return first, go_on(entry, oracle, eos=int(eos))
 
 
-def go_on(
-    entry: Entry, oracle: Oracle, *, eos: int = 0, key: tuple[int, int] = KEY
-) -> Generated:
+def go_on(entry: Entry, oracle: Oracle, *, eos: int = 0, key: tuple[int, int] = KEY) -> Generated:
     """Fills the states from the oracle's sequences and calls the entry once."""
     num_steps = resolve(entry.signature.outputs[0].shape, {})[1]
     memory = new_memory(entry, 0)

@@ -16,7 +16,8 @@ def check(bench: Bench) -> Finding | None:
     """The law on the bundle."""
     manifest = bench.manifest
     shapes = {
-        name: stored.shape for name, stored in read_header(bench.folder / WEIGHTS_NAME).tensors.items()
+        name: stored.shape
+        for name, stored in read_header(bench.folder / WEIGHTS_NAME).tensors.items()
     }
     expected = expected_tensors(model_config(manifest))
     faults = [f"`{name}` is missing" for name in expected if name not in shapes]

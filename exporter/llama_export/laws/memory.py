@@ -121,9 +121,7 @@ def new_memory(
     table = pages[:num_used].reshape(num_rows, num_pages)
     table = torch.cat((table, table.new_zeros(num_rows, num_wider)), dim=1)
     sizes = {POOL_PAGES: num_used + NUM_SPARE + 1}
-    return Memory(
-        poisoned(entry, **sizes), num_rows, num_pages * page_len, table, page_len
-    )
+    return Memory(poisoned(entry, **sizes), num_rows, num_pages * page_len, table, page_len)
 
 
 def rows_of(signature: Signature) -> int:

@@ -12,7 +12,7 @@ from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
 from llama_export.laws.calls import Sequences
 from llama_export.laws.spans import Plan, Span
-from llama_export.model.llama import Formulation, Llama
+from llama_export.model.llama import Attention, Formulation, Llama
 from llama_runtime.weights import map_weights
 
 Place = tuple[int, int]
@@ -63,10 +63,11 @@ def repeat_heads(model: Llama, num_groups: int) -> None:
     Query head j * num_groups + i gets a copy of key/value head j, in place.
     """
     for layer in model.model.layers:
-        for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            width = layer.self_attn.head_dim
+        attention = layer.self_attn
+        assert isinstance(attention, Attention)
+        for linear in (attention.k_proj, attention.v_proj):
             for name, tensor in list(linear.named_parameters(recurse=False)):
-                heads = tensor.detach().unflatten(0, (-1, width))
+                heads = tensor.detach().unflatten(0, (-1, attention.head_dim))
                 repeated = heads.repeat_interleave(num_groups, 0).flatten(0, 1)
                 setattr(linear, name, torch.nn.Parameter(repeated, requires_grad=False))
 

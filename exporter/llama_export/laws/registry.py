@@ -49,9 +49,7 @@ class Law:
 
     def load(self) -> Callable[..., Any]:
         """The function that checks it."""
-        check: Callable[..., Any] = importlib.import_module(
-            f"llama_export.laws.{self.name}"
-        ).check
+        check: Callable[..., Any] = importlib.import_module(f"llama_export.laws.{self.name}").check
         return check
 
 
@@ -71,7 +69,11 @@ LAWS = (
         is_quick=True,
     ),
     Law("chain", "a prefill, then steps = steps alone = the whole sequence", _FILLING),
-    Law("chunks", "a prompt in chunks = the prompt whole", ("prefill", "prefill_paged", "step_paged")),
+    Law(
+        "chunks",
+        "a prompt in chunks = the prompt whole",
+        ("prefill", "prefill_paged", "step_paged"),
+    ),
     Law("pages", "other pages, or more of them, change nothing", _PAGED),
     Law(
         "rows",

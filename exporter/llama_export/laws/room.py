@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from llama_artifacts.errors import InputError
 from llama_artifacts.manifest import Program
 from llama_export.laws.bench import Bench, is_generating, num_rows

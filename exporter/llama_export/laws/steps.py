@@ -22,9 +22,7 @@ def check(bench: Bench, program: Program) -> Finding | None:
     if companion is None:
         return None
     entry, limit = bench.entry(companion), limit_of(program)
-    return worst(
-        [_call(bench, entry, generated, limit) for generated in bench.generate(program)]
-    )
+    return worst([_call(bench, entry, generated, limit) for generated in bench.generate(program)])
 
 
 def _call(bench: Bench, decode: Entry, generated: Generated, limit: float) -> Finding:
