@@ -133,30 +133,45 @@ def put_file(folder: Path, name: str, data: bytes) -> None:
         ManifestError: the folder holds no sound manifest.
         BuildError: the folder cannot be written.
     """
-    try:
-        with _held(folder):
-            manifest = manifests.read(folder)
-            if name in manifest.files:
-                others = {key: file for key, file in manifest.files.items() if key != name}
-                _write_manifest(folder, replace(manifest, files=others))
-            _replace_bytes(folder / name, data)
-            files = {**manifest.files, name: describe(folder / name)}
-            _write_manifest(folder, replace(manifest, files=files))
-    except OSError as cause:
-        reason = _FULL.get(cause.errno or 0, f"cannot be written: {cause.strerror or cause}")
-        hint = "make the bundle's folder writable, or copy it to one that is"
-        raise BuildError(reason, where=folder / name, hint=hint) from cause
+    with _changing(folder, folder / name):
+        manifest = manifests.read(folder)
+        if name in manifest.files:
+            others = {key: file for key, file in manifest.files.items() if key != name}
+            _write_manifest(folder, replace(manifest, files=others))
+        _replace_bytes(folder / name, data)
+        files = {**manifest.files, name: describe(folder / name)}
+        _write_manifest(folder, replace(manifest, files=files))
+
+
+def rewrite_manifest(bundle: Bundle, manifest: Manifest) -> None:
+    """Puts another manifest in the place of a bundle's, at once and for good, or not at all.
+
+    Raises:
+        IntegrityError: the bundle on disk is no longer the one that was opened.
+        BuildError: the manifest cannot be written.
+    """
+    path = bundle.path(manifests.FILE_NAME)
+    with _changing(bundle.folder, path):
+        if manifests.read(bundle.folder) != bundle.manifest:
+            message = "it changed since it was opened"
+            raise IntegrityError(message, where=path, hint="verify it again")
+        _write_manifest(bundle.folder, manifest)
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keeps other writers of the bundle waiting."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def _changing(folder: Path, where: Path) -> Iterator[None]:
+    """Keeps other writers of the bundle waiting, and says what cannot be written."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+    except OSError as cause:
+        reason = _FULL.get(cause.errno or 0, f"cannot be written: {cause.strerror or cause}")
+        hint = "make the bundle's folder writable, or copy it to one that is"
+        raise BuildError(reason, where=where, hint=hint) from cause
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -144,11 +144,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Check:
-    """One law that was checked: the figure found and the most it may be."""
+    """One law that was checked: the figure found and the most it may be.
+
+    `entry` and `format` are empty where the law is about more than one.
+    """
 
     law: str
     entry: str
-    format: Format
+    format: Literal["", "pt2", "aoti", "onnx"]
     figure: float
     limit: float
 
@@ -229,6 +232,11 @@ class Manifest:
     def entries(self) -> tuple[str, ...]:
         """Names of the entries, each once, in the order of the programs."""
         return tuple(dict.fromkeys(program.entry for program in self.programs))
+
+
+def vectors_name(entry: str) -> str:
+    """The file with an entry's test vectors, `generate-32` standing for `generate<32>`."""
+    return f"{entry.replace('<', '-').removesuffix('>')}.vectors.safetensors"
 
 
 def to_json(manifest: Manifest) -> bytes:

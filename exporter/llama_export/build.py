@@ -32,6 +32,7 @@ from llama_export.presets import find as find_preset
 from llama_export.recipe import DEFAULT_MAX_SEQ, Recipe
 from llama_export.report import Reporter
 from llama_export.trace import Job, torch_dtype
+from llama_export.vectors import write_vectors
 from llama_export.verify import check_programs
 from llama_runtime.machine import version
 from llama_runtime.tokenizer import Tokenizer
@@ -131,6 +132,11 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
         manifest = _manifest(recipe, checkpoint, sizes, plan, programs, folder)
         (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
         if recipe.weights == "copy":
+            with reporter.step("test vectors"):
+                names = write_vectors(folder, manifest)
+            files = {**manifest.files, **{name: describe(folder / name) for name in names}}
+            manifest = replace(manifest, files=files)
+            (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
             checks = check_programs(folder, reporter=reporter)
             manifest = replace(manifest, checks=checks)
             (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))

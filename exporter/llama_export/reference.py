@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,11 @@ from llama_artifacts.bundle import Bundle, check_digest, open_bundle
 from llama_artifacts.errors import CompatibilityError, IntegrityError
 from llama_artifacts.manifest import WEIGHTS_NAME, Format, Manifest
 from llama_artifacts.strict_json import parse_object
-from llama_export.drivers import draw_tokens
+from llama_export.laws.bench import Bench
+from llama_export.laws.oracle import Oracle
 from llama_export.model.llama import INV_FREQ
 from llama_export.report import Reporter
-from llama_export.verify import CheckResult, run_programs
+from llama_export.verify import CheckResult, check_against
 from llama_runtime.weights import map_weights
 
 if TYPE_CHECKING:
@@ -142,13 +143,19 @@ class Reference:
         return tokens[:-1] if tokens and tokens[-1] in stop_tokens else tokens
 
 
-@dataclass
-class ReferenceOracle:
-    """What the reference makes of the check's tokens; see `llama_export.drivers.Oracle`."""
+class ReferenceOracle(Oracle):
+    """What the reference makes of sequences; the eager model only fills states for a call."""
 
-    tokens: torch.Tensor
-    hidden: torch.Tensor
-    logits: torch.Tensor
+    def __init__(self, reference: Reference, bench: Bench) -> None:
+        super().__init__(bench.oracle.model, bench.sequences)
+        self._reference = reference
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._reference.logits(tokens)
+
+    @cached_property
+    def hidden(self) -> torch.Tensor:
+        return self._reference.hidden(self.tokens)
 
 
 def check(
@@ -157,18 +164,18 @@ def check(
     *,
     reporter: Reporter,
     formats: Sequence[Format] | None = None,
+    entries: Sequence[str] | None = None,
 ) -> list[CheckResult]:
     """Compares the bundle with the reference: frequencies, then every program that can run here.
 
     The figures are those of `parity`, with the reference in place of the eager model.
     """
     own = [_check_inv_freq(folder, reference)] if reference.has_own_inv_freq else []
-
-    def make_oracle(_: Path, manifest: Manifest) -> ReferenceOracle:
-        tokens = draw_tokens(manifest)
-        return ReferenceOracle(tokens, reference.hidden(tokens), reference.logits(tokens))
-
-    return own + run_programs(LAW, folder, make_oracle, reporter=reporter, formats=formats)
+    bench = Bench(folder, open_bundle(folder).manifest)
+    oracle = ReferenceOracle(reference, bench)
+    return own + check_against(
+        LAW, bench, oracle, reporter=reporter, formats=formats, entries=entries
+    )
 
 
 def _check_inv_freq(folder: Path, reference: Reference) -> CheckResult:

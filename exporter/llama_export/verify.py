@@ -1,36 +1,35 @@
-"""Proves a bundle: its files are those that were built, its programs compute what they must.
-
-The oracle is the model run eagerly in float32 over the whole sequence, without any state. States
-are filled with a large number before use, so that a read of what was never written shows.
-"""
+"""Proves a bundle: its files are those that were built, its programs keep the laws."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-
-import llama_runtime
-from llama_artifacts.bundle import check_digest, open_bundle
+from llama_artifacts.bundle import check_digest, open_bundle, rewrite_manifest
 from llama_artifacts.errors import IntegrityError, LlamaExportError, VerificationError
-from llama_artifacts.manifest import Check, Format, Manifest, Program
-from llama_export.drivers import DRIVERS, EagerOracle, Oracle
+from llama_artifacts.manifest import Check, Format, Manifest, Program, vectors_name
+from llama_export.laws import parity, registry
+from llama_export.laws.bench import Bench, device_of, is_known, limit_of, runs_here
+from llama_export.laws.finding import Finding
+from llama_export.laws.oracle import Oracle
+from llama_export.laws.registry import Law
 from llama_export.report import Reporter
-from llama_runtime import compat
-
-LIMITS = {"f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
-"""Largest difference of the logits allowed, as a share of the largest logit, by compute dtype."""
+from llama_runtime import vectors
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One law on one program: the figure found, the most it may be, and where it was found."""
+    """One law on one program: the figure found, the most it may be, and where it was found.
+
+    `entry` or `format` is empty where the law is about more than one.
+    """
 
     law: str
     entry: str
@@ -40,47 +39,125 @@ class CheckResult:
     passed: bool
     detail: str
 
+    @property
+    def place(self) -> str:
+        """What was checked, as `decode_paged/onnx pages`."""
+        program = "/".join(part for part in (self.entry, self.format) if part)
+        return f"{program} {self.law}".strip()
+
 
 def verify(
     folder: Path,
     *,
     reporter: Reporter | None = None,
     formats: Sequence[Format] | None = None,
+    laws: Sequence[str] | None = None,
+    entries: Sequence[str] | None = None,
+    uses_vectors: bool = False,
 ) -> tuple[CheckResult, ...]:
-    """Checks every file's digest, then runs every program that this machine can run.
+    """Checks every file's digest, then the laws on every program that this machine can run.
 
     Args:
         folder: the bundle.
         reporter: told about each check.
         formats: only programs of these; None: all.
+        laws: only these; None: all, or none where vectors are used.
+        entries: only programs of these; `generate` stands for `generate<32>`; None: all.
+        uses_vectors: also holds every program against the bundle's test vectors.
 
     Raises:
         ManifestError, IntegrityError: the bundle cannot even be opened.
+        VerificationError: a law or an entry does not exist, or a law asked for applies to nothing.
     """
     reporter = reporter or Reporter()
+    manifest = open_bundle(folder).manifest
+    programs = _chosen(manifest, formats, entries)
+    asked = () if laws is None and uses_vectors else laws
+    chosen = registry.LAWS if asked is None else registry.find(asked)
     results = [_integrity(folder, reporter)]
-    if results[0].passed and open_bundle(folder).manifest.weights != "none":
-        results += run_programs("parity", folder, EagerOracle, reporter=reporter, formats=formats)
+    if results[0].passed and manifest.weights != "none":
+        found = list(_run(Bench(folder, manifest), chosen, programs, reporter))
+        results += sorted(found, key=lambda result: registry.NAMES.index(result.law))
+        if uses_vectors:
+            results += _vectors(folder, manifest, programs, reporter)
+    for name in laws or ():
+        if results[0].passed and name not in {result.law for result in results}:
+            raise VerificationError(
+                f"the law `{name}` applies to nothing here",
+                where=folder,
+                hint="`llama-export inspect` shows the programs; some laws need two of them",
+            )
     return tuple(results)
 
 
 def check_programs(folder: Path, *, reporter: Reporter) -> tuple[Check, ...]:
-    """Runs every program that this machine can run, for the manifest's record.
+    """Runs every program that this machine can run under the quick laws, for the manifest's record.
 
     Raises:
         VerificationError: one is wrong.
     """
+    manifest = open_bundle(folder).manifest
+    quick = tuple(law for law in registry.LAWS if law.is_quick)
     checks = []
-    for result in run_programs("parity", folder, EagerOracle, reporter=reporter):
+    for result in _run(Bench(folder, manifest), quick, manifest.programs, reporter):
         if not result.passed:
             raise VerificationError(
-                f"{result.law} failed: {result.detail}",
-                where=f"{result.entry}/{result.format}",
+                result.detail,
+                where=result.place,
                 hint="this is a fault of llama-export or of the compiler it calls; report it",
             )
-        format: Format = result.format  # type: ignore[assignment]
-        checks.append(Check(result.law, result.entry, format, result.figure, result.limit))
+        checks.append(_as_check(result))
     return tuple(checks)
+
+
+def check_against(
+    law: str,
+    bench: Bench,
+    oracle: Oracle,
+    *,
+    reporter: Reporter,
+    formats: Sequence[Format] | None = None,
+    entries: Sequence[str] | None = None,
+) -> list[CheckResult]:
+    """Holds every program that this machine can run against another oracle; as `parity` does.
+
+    Args:
+        law: what the results are called.
+        bench: of the bundle.
+        oracle: on the bench's sequences.
+        reporter: told about each program.
+        formats: only programs of these; None: all.
+        entries: only programs of these; None: all.
+    """
+    results: list[CheckResult] = []
+    for program in _chosen(bench.manifest, formats, entries):
+        if is_known(program) and runs_here(program):
+            with reporter.step(f"check {program.label} {program.format} {law}"):
+                check = partial(parity.against, bench, program, oracle)
+                results += _judge(law, program.label, program.format, check, limit_of(program))
+    return results
+
+
+def record(folder: Path, results: Sequence[CheckResult]) -> None:
+    """Writes results into the manifest, in place of earlier ones of the same law and program.
+
+    Raises:
+        VerificationError: one of them did not pass; nothing is recorded then.
+        IntegrityError: the bundle changed meanwhile.
+        BuildError: the manifest cannot be written.
+    """
+    failed = next((result for result in results if not result.passed), None)
+    if failed is not None:
+        raise VerificationError(failed.detail, where=failed.place, hint="nothing was recorded")
+    bundle = open_bundle(folder)
+    checks = {(c.law, c.entry, c.format): c for c in bundle.manifest.checks}
+    checks |= {(c.law, c.entry, c.format): c for c in map(_as_check, results)}
+    rewrite_manifest(bundle, replace(bundle.manifest, checks=tuple(checks.values())))
+
+
+def _as_check(result: CheckResult) -> Check:
+    format: Any = result.format
+    return Check(result.law, result.entry, format, result.figure, result.limit)
 
 
 def _integrity(folder: Path, reporter: Reporter) -> CheckResult:
@@ -98,75 +175,116 @@ def _integrity(folder: Path, reporter: Reporter) -> CheckResult:
     return CheckResult("integrity", "", "", len(damaged), 0, not damaged, detail)
 
 
-def run_programs(
-    law: str,
-    folder: Path,
-    make_oracle: Callable[[Path, Manifest], Oracle],
-    *,
-    reporter: Reporter,
-    formats: Sequence[Format] | None = None,
-) -> list[CheckResult]:
-    """Compares every program that this machine can run with an oracle.
-
-    Args:
-        law: what the results are called.
-        folder: the bundle.
-        make_oracle: called at most once, when a program is there to be run.
-        reporter: told about each program.
-        formats: only programs of these; None: all.
-    """
-    manifest = open_bundle(folder).manifest
-    oracle = None
-    results = []
-    for program in manifest.programs:
-        if formats is not None and program.format not in formats:
-            continue
-        name = f"{program.entry} {program.format}"
-        if program.entry not in DRIVERS:
-            reporter.note(f"{name}: an entry that this version does not know, not run here")
-            continue
-        if not compat.fits(program, device=_device(program), allow_native=True):
-            reporter.note(f"{name}: made for another machine, not run here")
-            continue
-        with reporter.step(f"check {name}"):
-            oracle = oracle or make_oracle(folder, manifest)
-            results.append(_compared(law, folder, program, oracle))
-    return results
+def _vectors(
+    folder: Path, manifest: Manifest, programs: Sequence[Program], reporter: Reporter
+) -> Iterator[CheckResult]:
+    """Every program against the vectors that travel with it, without any model."""
+    if not any(vectors_name(program.entry) in manifest.files for program in programs):
+        raise VerificationError(
+            "there are no test vectors", where=folder, hint="build the bundle again"
+        )
+    wanted = {(program.entry, program.format) for program in programs}
+    for device in dict.fromkeys(map(device_of, programs)):
+        with reporter.step(f"check vectors on {device}"):
+            results = vectors.check(folder, device=device)
+        for found in results:
+            if (found.entry, found.format) in wanted:
+                yield CheckResult(
+                    *("vectors", found.entry, found.format, found.figure, found.limit),
+                    *(found.passed, found.detail),
+                )
 
 
-def _device(program: Program) -> str:
-    if program.target.device == "cuda" and not torch.cuda.is_available():
-        return "cpu"
-    return program.target.device
+def _chosen(
+    manifest: Manifest, formats: Sequence[Format] | None, entries: Sequence[str] | None
+) -> tuple[Program, ...]:
+    for name in entries or ():
+        if not any(name in _names(program) for program in manifest.programs):
+            hint = f"it has {', '.join(manifest.entries())}"
+            raise VerificationError(f"the bundle has no entry `{name}`", hint=hint)
+    return tuple(
+        program
+        for program in manifest.programs
+        if (formats is None or program.format in formats)
+        and (not entries or _names(program).intersection(entries))
+    )
 
 
-def _compared(law: str, folder: Path, program: Program, oracle: Oracle) -> CheckResult:
-    limit = LIMITS[program.dtype]
+def _names(program: Program) -> set[str]:
+    return {program.label, program.entry, registry.kind(program.entry)}
+
+
+def _run(
+    bench: Bench, laws: Sequence[Law], programs: Sequence[Program], reporter: Reporter
+) -> Iterator[CheckResult]:
+    """The laws of the bundle, then those of each program, format by format, then across formats."""
+    for law in laws:
+        if law.scope == "bundle":
+            with reporter.step(f"check {law.name}"):
+                yield from _judge(law.name, "", "", partial(law.load(), bench), 0)
+    runnable = [program for program in programs if _can_run(program, reporter)]
+    for format in dict.fromkeys(program.format for program in runnable):
+        for program in runnable:
+            if program.format == format:
+                yield from _check_program(bench, laws, program, reporter)
+        bench.drop(format)
+    for law in laws:
+        if law.scope == "entry":
+            yield from _across_formats(bench, law, runnable, reporter)
+
+
+def _check_program(
+    bench: Bench, laws: Sequence[Law], program: Program, reporter: Reporter
+) -> Iterator[CheckResult]:
+    applying = [law for law in laws if law.scope == "program" and law.applies(program.entry)]
+    if not applying:
+        return
+    with reporter.step(f"check {program.label} {program.format}"):
+        for law in applying:
+            yield from _judge(
+                law.name,
+                program.label,
+                program.format,
+                partial(law.load(), bench, program),
+                limit_of(program),
+            )
+
+
+def _across_formats(
+    bench: Bench, law: Law, programs: Sequence[Program], reporter: Reporter
+) -> Iterator[CheckResult]:
+    for label in dict.fromkeys(program.label for program in programs):
+        alike = [program for program in programs if program.label == label]
+        if law.applies(alike[0].entry):
+            with reporter.step(f"check {label} {law.name}"):
+                yield from _judge(law.name, label, "", partial(law.load(), bench, alike), 0)
+
+
+def _judge(
+    law: str, entry: str, format: str, check: Callable[[], Finding | None], limit: float
+) -> Iterator[CheckResult]:
+    """The verdict on one check; nothing where the law says nothing of it."""
     try:
-        actual, expected = _run(folder, program, oracle)
+        found = check()
     except Exception as cause:  # a wrong program may fail in any way, and every way is a verdict
+        _log.debug("%s/%s %s failed", entry, format, law, exc_info=cause)
         if isinstance(cause, LlamaExportError):
             reason = str(cause)
         else:
             reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
-        _log.debug("%s %s failed", program.entry, program.format, exc_info=cause)
-        detail = f"cannot be run: {reason:.300}"
-        return CheckResult(law, program.entry, program.format, math.nan, limit, False, detail)
-    difference = (actual.float().cpu() - expected).abs()
-    largest = float(difference.max())  # NaN if any is
-    figure = largest / float(expected.abs().max())
-    passed = figure <= limit  # False for NaN too
-    worst = difference.isnan() if math.isnan(largest) else difference == largest
-    place = tuple(int(i) for i in torch.nonzero(worst)[0])
-    detail = f"max diff {largest:.3g} at {place}, relative limit {limit:g}"
-    return CheckResult(law, program.entry, program.format, figure, limit, passed, detail)
+        found = Finding(math.nan, limit, f"cannot be run: {reason:.300}")
+    if found is not None:
+        yield CheckResult(law, entry, format, found.figure, found.limit, found.passed, found.detail)
 
 
-def _run(folder: Path, program: Program, oracle: Oracle) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the program gives, and what it must give."""
-    bundle = llama_runtime.load(folder, device=program.target.device, format=program.format)
-    entry = bundle.entry(program.entry)
-    actual, expected = DRIVERS[program.entry](entry, oracle)
-    if actual.shape != expected.shape:
-        raise VerificationError(f"expected {list(expected.shape)}, got {list(actual.shape)}")
-    return actual, expected
+def _can_run(program: Program, reporter: Reporter) -> bool:
+    name = f"{program.label} {program.format}"
+    if not is_known(program):
+        reporter.note(
+            f"{name}: an entry or a variant that this version does not know, not run here"
+        )
+        return False
+    if not runs_here(program):
+        reporter.note(f"{name}: made for another machine, not run here")
+        return False
+    return True

@@ -194,6 +194,17 @@ class LoadedBundle:
         with self._lock:
             return TrainableEntry(self._loading(self._choose(name, "pt2")))
 
+    def open(self, program: Program) -> Entry:
+        """One program of the manifest as a callable, and no other, whatever call it gets.
+
+        Raises:
+            CompatibilityError: it does not fit the machine.
+            IntegrityError: its file is damaged.
+        """
+        compat.check(program, device=str(self._device), allow_native=self._allow_native)
+        with self._lock:
+            return Entry(program, self._load(program), self._device)
+
     def _load(self, record: Program) -> LoadedProgram:
         return load_program(self._loading(record))
 

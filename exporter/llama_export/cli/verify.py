@@ -16,10 +16,12 @@ from llama_export.cli.options import (
     OPTIONS,
     Command,
     bundle_argument,
+    checked_text,
     formats_option,
     json_option,
     option,
 )
+from llama_export.laws.registry import LAWS, NAMES
 
 if TYPE_CHECKING:
     from llama_export.report import Reporter
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
     from llama_export.verify import CheckResult
 
 EXAMPLES = (
-    ("Every program:", "llama-export verify smollm2-135m"),
+    ("Every law on every program:", "llama-export verify smollm2-135m"),
     ("Native code only:", "llama-export verify smollm2-135m --format aoti"),
+    ("One law, one entry:", "llama-export verify smollm2-135m --law pages --entry decode_paged"),
+    ("As on the machine that built it:", "llama-export verify smollm2-135m --vectors"),
     (
         "Against another implementation, with samples of both:",
         "llama-export verify smollm2-135m --against transformers",
@@ -37,10 +41,44 @@ EXAMPLES = (
 MAX_SHOWN_CHARS = 48
 
 
-@click.command(cls=Command, examples=EXAMPLES)
+class VerifyCommand(Command):
+    """The command whose help lists the laws."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Laws"):
+            formatter.write_dl([(law.name, law.summary) for law in LAWS])
+        super().format_epilog(ctx, formatter)
+
+
+@click.command(cls=VerifyCommand, examples=EXAMPLES)
 @bundle_argument
+@option(
+    "--law",
+    "laws",
+    type=click.Choice(NAMES),
+    metavar="NAME",
+    multiple=True,
+    show_default="all",
+    help="A law to check, from the list below; repeat it for several.",
+)
 @formats_option(
     "A format to check; repeat it for several.", group=OPTIONS, show_default="all it has"
+)
+@option(
+    "--entry",
+    "entries",
+    metavar="NAME",
+    multiple=True,
+    callback=checked_text,
+    show_default="all it has",
+    help="An entry to check, such as decode or generate; repeat it for several.",
+)
+@option(
+    "--vectors",
+    "uses_vectors",
+    is_flag=True,
+    show_default=False,
+    help="Hold the programs against the test vectors in the bundle; no law unless --law names one.",
 )
 @option(
     "--against",
@@ -49,14 +87,25 @@ MAX_SHOWN_CHARS = 48
     help="Compare every program with this implementation too, in float32, and keep greedy samples"
     " of both in the bundle, as samples.json.",
 )
+@option(
+    "--record",
+    "is_recorded",
+    is_flag=True,
+    show_default=False,
+    help="Write the results into the manifest if all of them are good.",
+)
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
     *,
     bundle: Path,
+    laws: tuple[str, ...],
     formats: tuple[Format, ...],
+    entries: tuple[str, ...],
+    uses_vectors: bool,
     against: str | None,
+    is_recorded: bool,
     as_json: bool,
 ) -> None:
     """Check that a bundle computes what it must.
@@ -69,15 +118,24 @@ def command(
 
     The exit status is 1 if any check fails.
     """
-    from llama_export.verify import verify
+    from llama_export.verify import record, verify
 
     with output.reporter() as reporter:
-        results = verify(bundle, reporter=reporter, formats=formats or None)
+        results = verify(
+            bundle,
+            reporter=reporter,
+            formats=formats or None,
+            laws=laws or None,
+            entries=entries or None,
+            uses_vectors=uses_vectors,
+        )
         samples: Sequence[Sample] = ()
         if against is not None and _failure(bundle, results) is None:
-            more, samples = _compare(bundle, reporter, formats or None)
+            more, samples = _compare(bundle, reporter, formats or None, entries or None)
             results = (*results, *more)
     failure = _failure(bundle, results)
+    if is_recorded and failure is None:
+        record(bundle, results)
     if as_json:
         report = {"bundle": str(bundle), "passed": failure is None, "checks": encode(results)}
         if against is not None:
@@ -93,7 +151,10 @@ def command(
 
 
 def _compare(
-    bundle: Path, reporter: Reporter, formats: Sequence[Format] | None
+    bundle: Path,
+    reporter: Reporter,
+    formats: Sequence[Format] | None,
+    entries: Sequence[str] | None,
 ) -> tuple[Sequence[CheckResult], Sequence[Sample]]:
     """Checks against the reference, and samples where they passed."""
     from llama_export.reference import Reference, check
@@ -101,7 +162,7 @@ def _compare(
 
     with reporter.step("load transformers"):
         reference = Reference.load(bundle, reporter=reporter)
-    results = check(bundle, reference, reporter=reporter, formats=formats)
+    results = check(bundle, reference, reporter=reporter, formats=formats, entries=entries)
     if not all(result.passed for result in results):
         return results, ()
     return results, write_samples(bundle, reference, reporter=reporter, formats=formats)
@@ -114,12 +175,10 @@ def _failure(bundle: Path, results: Sequence[CheckResult]) -> VerificationError 
     if not failed:
         return None
     first = failed[0]
-    named = " ".join(part for part in (first.law, first.entry, first.format) if part)
-    detail = f" ({first.detail})" if first.detail else ""
     return VerificationError(
-        f"{len(failed)} of {len(results)} checks failed; the first: {named}{detail}",
+        f"{first.place}: {first.detail}",
         where=bundle,
-        hint="do not use the bundle; build it again",
+        hint=f"{len(failed)} of {len(results)} checks failed; do not use the bundle, build it again",
     )
 
 

@@ -1,0 +1,42 @@
+"""`layout`: the weights are the network's parameters, and some program binds each of them."""
+
+from __future__ import annotations
+
+import math
+
+from llama_artifacts.manifest import WEIGHTS_NAME
+from llama_artifacts.safetensors import read_header
+from llama_export.checkpoint.layout import HEAD, expected_tensors
+from llama_export.laws.bench import Bench
+from llama_export.laws.finding import Finding, exact
+from llama_export.laws.oracle import model_config
+
+
+def check(bench: Bench) -> Finding | None:
+    """The law on the bundle."""
+    manifest = bench.manifest
+    shapes = {
+        name: stored.shape
+        for name, stored in read_header(bench.folder / WEIGHTS_NAME).tensors.items()
+    }
+    expected = expected_tensors(model_config(manifest))
+    faults = [f"`{name}` is missing" for name in expected if name not in shapes]
+    faults += [
+        f"`{name}` has shape {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != tuple(shape)
+    ]
+    num_parameters = sum(math.prod(shapes[name]) for name in expected if name in shapes)
+    if num_parameters != manifest.model.num_parameters:
+        faults.append(f"{num_parameters} parameters, expected {manifest.model.num_parameters}")
+    bound = {name for program in manifest.programs for name in program.constants}
+    if {program.entry for program in manifest.programs} == {"hidden_packed"}:
+        bound.add(HEAD)  # what gives no logits needs none
+    faults += [f"no program binds `{name}`" for name in shapes if name not in bound]
+    faults += [
+        f"{program.file} binds `{name}`, which the weights lack"
+        for program in manifest.programs
+        for name in program.constants
+        if name not in shapes
+    ]
+    return exact(len(faults), "faults", faults[0] if faults else "")
