@@ -301,7 +301,7 @@ def test_a_program_that_computes_something_else_completes_no_bundle(
 
     monkeypatch.setattr(pt2.Pt2Backend, "lower", lower)
     message = refused(recipe, VerificationError)
-    assert message.startswith("decode/pt2: parity failed: max diff ")
+    assert message.startswith("decode/pt2 parity: max diff ")
 
 
 def test_a_program_that_cannot_be_run_completes_no_bundle(
@@ -414,7 +414,8 @@ def test_every_remark_is_told_once(recipe: Recipe, tmp_path: Path) -> None:
     assert tuple(record.notes) == result.notes
     assert sum("rms_norm_eps" in note for note in record.notes) == 1
     assert record.steps == [
-        *("weights", "decode pt2", "decode onnx", "check decode pt2", "check decode onnx")
+        *("weights", "decode pt2", "decode onnx", "test vectors"),
+        *("check layout", "check decode pt2", "check decode onnx"),
     ]
 
 

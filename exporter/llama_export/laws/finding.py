@@ -45,5 +45,7 @@ def exact(num_different: int, what: str, first: str) -> Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """The finding that is furthest beyond its limit, or nearest to it."""
-    return max(findings, key=lambda f: (not f.passed, f.figure / (f.limit or 1)))
+    """The finding that is furthest beyond its limit, or nearest to it; what is exact comes first."""
+    return max(
+        findings, key=lambda f: (not f.passed, f.limit == 0 < f.figure, f.figure / (f.limit or 1))
+    )
