@@ -20,7 +20,15 @@ from llama_artifacts.manifest import Manifest, Program, vectors_name
 from llama_artifacts.signature import Signature, resolve
 from llama_export.laws.bench import is_generating, is_known, num_rows, random_sequences
 from llama_export.laws.calls import prepare
-from llama_export.laws.generation import EOS_STEP, Generated, inputs_of, scores_along
+from llama_export.laws.draws import noise
+from llama_export.laws.generation import (
+    EOS_STEP,
+    KEY,
+    TEMPERATURE,
+    Generated,
+    inputs_of,
+    scores_along,
+)
 from llama_export.laws.memory import POISON, Memory, new_memory
 from llama_export.laws.oracle import Oracle, load_model
 from llama_export.laws.registry import kind
@@ -33,6 +41,9 @@ from llama_runtime.vectors import ANYTHING, VERSION
 NUM_TOKENS = 7
 MAX_ROWS_KEPT = 2
 """Rows of the last call that are kept; of the call in the middle it is one, of others none."""
+
+NUM_BEGINNINGS, NUM_SURE = 64, 4
+"""Tokens that a text might begin with, and how far each is followed to choose one."""
 
 SAFE_SHARE = 0.25
 """A token is expected where its lead over the next is at least this share of the limit."""
@@ -121,13 +132,14 @@ def _sizes(memory: Memory) -> dict[str, int]:
 
 
 def _record_text(entry: Entry, oracle: Oracle, limit: float) -> dict[str, torch.Tensor]:
-    """One call from position 0; every row has the same text, so that all end at one eos."""
+    """One call from position 0; every row begins alike, so that all end at one eos."""
     memory = new_memory(entry, 0)
-    token = oracle.tokens[:1, :1].expand(memory.num_rows, 1).contiguous()
+    first, key = _beginning(entry, oracle, limit)
+    token = first.expand(memory.num_rows, 1).contiguous()
     eos = 0
     if kind(entry.name) == "generate_until":
-        eos = _token_at(oracle, token[:1], EOS_STEP)
-    inputs = inputs_of(entry.signature, token, pos=0, eos=eos)
+        eos = _token_at(oracle, first, EOS_STEP)
+    inputs = inputs_of(entry.signature, token, pos=0, eos=eos, key=key)
     outputs = entry.run(memory.states, inputs)
     tokens = outputs[0].long()
     num_steps = tokens.shape[1]
@@ -146,6 +158,26 @@ def _record_text(entry: Entry, oracle: Oracle, limit: float) -> dict[str, torch.
         tensors[f"calls.0.rows.{spec.name}"] = rows
         tensors[f"calls.0.outputs.{spec.name}"] = expected[spec.name].int()
     return tensors
+
+
+def _beginning(entry: Entry, oracle: Oracle, limit: float) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The token [1, 1] and the key after which most tokens are beyond doubt, of some pairs."""
+    vocab_size = oracle.logits.shape[2]
+    generator = torch.Generator().manual_seed(0)
+    tried = torch.randperm(vocab_size, generator=generator)[:NUM_BEGINNINGS, None].int()
+    keys = [(KEY[0] + number, KEY[1]) for number in range(len(tried))]
+    texts, scores = tried, []
+    for step in range(NUM_SURE):
+        with torch.no_grad():
+            logits = oracle.model.next_token(texts)
+        if kind(entry.name) == "sample":
+            drawn = torch.cat([noise(key, step, 1, vocab_size) for key in keys])
+            logits = logits + drawn * TEMPERATURE
+        scores.append(logits)
+        texts = torch.cat((texts, logits.argmax(-1, keepdim=True).int()), 1)
+    count = torch.full((len(tried),), NUM_SURE)
+    best = int(_num_safe(torch.stack(scores, 1), count, limit).argmax())
+    return tried[best : best + 1], keys[best]
 
 
 def _token_at(oracle: Oracle, token: torch.Tensor, step: int) -> int:

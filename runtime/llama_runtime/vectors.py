@@ -169,6 +169,6 @@ def _compare(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> tupl
     wrong = (actual != expected) & (expected != ANYTHING)
     num_wrong = int(wrong.sum())
     if not num_wrong:
-        return 0.0, "all equal"
+        return 0.0, f"{int((expected != ANYTHING).sum())} of {expected.numel()} compared, all equal"
     place = tuple(int(i) for i in wrong.nonzero()[0])
     return float(num_wrong), f"{num_wrong} differ, the first at {place}"

@@ -20,7 +20,7 @@ import torch
 
 from llama_artifacts import manifest as manifests
 from llama_artifacts.errors import InputError, VerificationError
-from llama_artifacts.manifest import Manifest, Program
+from llama_artifacts.manifest import FORMATS, Manifest, Program
 from llama_export.build import build
 from llama_export.laws import registry
 from llama_export.laws.bench import Bench
@@ -73,15 +73,19 @@ def program_of(bundle: Path, entry: str) -> tuple[Manifest, Program]:
 class SabotagedBench(Bench):
     """A bench in which one entry goes through a change; programs and oracles are another's."""
 
-    def __init__(self, bench: Bench, entry: str, change: Change) -> None:
+    def __init__(
+        self, bench: Bench, entry: str, change: Change, formats: tuple[str, ...] = FORMATS
+    ) -> None:
         super().__init__(bench.folder, bench.manifest)
         self._bench, self._entry, self._change = bench, entry, change
+        self._formats = formats
         self.oracle = bench.oracle  # type: ignore[misc]
         self.ungrouped = bench.ungrouped  # type: ignore[misc]
 
     def entry(self, program: Program) -> Any:
         entry = self._bench.entry(program)
-        return Sabotaged(entry, self._change) if program.entry == self._entry else entry
+        is_bad = program.entry == self._entry and program.format in self._formats
+        return Sabotaged(entry, self._change) if is_bad else entry
 
 
 @pytest.fixture(scope="module")
@@ -495,17 +499,13 @@ def test_keys_finds_a_draw_from_elsewhere(bench: Bench) -> None:
 
 def test_formats_finds_one_that_differs(tiny_bundle: Path) -> None:
     manifest = manifests.read(tiny_bundle)
-
-    def wrap(entry: Entry) -> Any:
-        return Sabotaged(entry, noisy) if entry.format == "onnx" else entry
-
     programs = [program for program in manifest.programs if program.entry == "decode"]
-    finding = registry.find(["formats"])[0].load()(
-        Bench(tiny_bundle, manifest, wrap=wrap), programs
-    )
+    bench, law = Bench(tiny_bundle, manifest), registry.find(["formats"])[0].load()
+    assert law(bench, programs).passed
+    assert law(bench, programs[:1]) is None
+    finding = law(SabotagedBench(bench, "decode", noisy, ("onnx",)), programs)
     assert not finding.passed
     assert finding.detail.startswith("pt2 and onnx: max diff 0.")
-    assert registry.find(["formats"])[0].load()(Bench(tiny_bundle, manifest), programs[:1]) is None
 
 
 # --- what the laws stand on -----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -29,24 +28,13 @@ from llama_runtime.entry import Entry
 
 NUM_TOKENS = 24
 
-Wrap = Callable[[Entry], Entry]
-
 
 class Bench:
-    """Loads each program once, runs its usual plan once, and keeps what it gave.
+    """Loads each program once, runs its usual plan once, and keeps what it gave."""
 
-    Args:
-        folder: the bundle.
-        manifest: its manifest.
-        wrap: put around every program that is loaded.
-    """
-
-    def __init__(
-        self, folder: Path, manifest: Manifest, *, wrap: Wrap = lambda entry: entry
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._wrap = wrap
         self._bundles: dict[str, llama_runtime.LoadedBundle] = {}
         self._entries: dict[tuple[str, Format], Entry] = {}
         self._driven: dict[tuple[str, Format], Driven] = {}
@@ -80,7 +68,7 @@ class Bench:
             device = device_of(program)
             if device not in self._bundles:
                 self._bundles[device] = llama_runtime.load(self.folder, device=device)
-            self._entries[key] = self._wrap(self._bundles[device].open(program))
+            self._entries[key] = self._bundles[device].open(program)
         return self._entries[key]
 
     def companion(self, program: Program, entry: str) -> Program | None:
