@@ -21,10 +21,13 @@ WEIGHTS_NAME = "weights.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+CAPABILITY = "compute capability"
+"""A key of `Program.requires`."""
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
+Numerics = Literal["exact", "fast"]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._<>+=,-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEMA = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
@@ -114,7 +117,10 @@ class Program:
         target: where it runs.
         signature: how it is called.
         constants: names of the weights it binds, in the order of `weights.safetensors`.
-        requires: minimum or exact versions of what runs it, such as `{"torch": "2.13"}`.
+        requires: minimum or exact versions of what runs it, such as `{"torch": "2.13"}`; under
+            `CAPABILITY` the least compute capability of the CUDA device.
+        numerics: how products with FP8 weights are computed: `exact`, as if they were stored in
+            the compute dtype, or `fast`; None where no weight is FP8.
     """
 
     entry: str
@@ -125,6 +131,7 @@ class Program:
     signature: Signature
     constants: tuple[str, ...]
     requires: dict[str, str]
+    numerics: Numerics | None = None
 
     def __post_init__(self) -> None:
         from_name(self.dtype)

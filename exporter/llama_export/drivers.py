@@ -15,6 +15,7 @@ from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
 from llama_artifacts.signature import resolve
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
+from llama_export.checkpoint.layout import scaled_modules
 from llama_export.entries.registry import POOL_PAGES
 from llama_export.model.llama import Formulation, Llama
 from llama_runtime.entry import Entry
@@ -46,8 +47,9 @@ class Oracle:
         self.tokens = torch.randint(
             manifest.model.vocab_size, shape, generator=generator, dtype=torch.int32
         )
-        model = Llama(_config(manifest), Formulation(torch.float32, reads_positions=False))
         weights = map_weights(folder / WEIGHTS_NAME)
+        form = Formulation(torch.float32, reads_positions=False)
+        model = Llama(_config(manifest), form, fp8_modules=scaled_modules(weights))
         try:
             model.load_state_dict(weights, strict=True, assign=True)
         except RuntimeError as cause:
