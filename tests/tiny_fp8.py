@@ -61,8 +61,8 @@ def scheme(
 def quantize(
     weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16, per_row: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [out, in] that reach E4M3's largest, and scales [out, 1] or [1]; the rows' sizes differ by 4."""
-    weight = weight.float() * torch.linspace(0.5, 2, len(weight))[:, None]
+    """Codes [out, in] that reach the largest, scales [out, 1] or [1]; the rows differ by 4."""
+    weight = weight.float() * torch.linspace(0.25, 1, len(weight))[:, None]
     largest = weight.abs().amax(1, keepdim=True) if per_row else weight.abs().max().reshape(1)
     scale = (largest / LARGEST).to(dtype)
     codes = (weight / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

@@ -26,7 +26,7 @@ LARGEST = 448.0
 UNIT_MULTIPLE = 16
 """FP8 units take matrices whose sides are multiples of this."""
 
-_EXPONENT_GAP = 2.0**120
+_HALF_OF_GAP = 2.0**119
 _MAGNITUDE_AND_SIGN = -0x78000001
 _BF16_BITS = 16
 
@@ -58,11 +58,11 @@ def decode(codes_VH: Tensor, scale_V1: Tensor, dtype: torch.dtype) -> Tensor:
 
 def fused_product(x: Tensor, codes_VH: Tensor, scale_V1: Tensor, numerics: Numerics) -> Tensor:
     """X [..., H] times the weight, float32 [..., V], as multiply and reduce over the bytes."""
-    wide, scale = _stored(x.float())[..., None, :], _stored(scale_V1.float())
+    # Twice x times half the weight: a new tensor in any case, as `_stored` needs it.
+    twice_x, scale = _stored(x.float() * 2)[..., None, :], _stored(scale_V1.float())
     if numerics == "fast":
-        return (wide * _widen(codes_VH)).sum(-1) * scale[:, 0]
-    weight = _widen(codes_VH) * scale
-    return (wide * _rounded(weight, x.dtype)).sum(-1)
+        return (twice_x * _half(codes_VH)).sum(-1) * scale[:, 0]
+    return (twice_x * _rounded(_half(codes_VH) * scale, x.dtype)).sum(-1)
 
 
 def fits_units(shape: Sequence[int]) -> bool:
@@ -98,14 +98,14 @@ def quantize_rows(x_MH: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def _widen(codes: Tensor) -> Tensor:
-    """E4M3 codes as float32, exactly (NaN apart), in four operations on vectors of integers.
+def _half(codes: Tensor) -> Tensor:
+    """Half of E4M3 codes as float32, exactly (NaN apart), in a few operations on vectors.
 
     Shifted into place, the bits of a code are those of a float32 that is 2^120 times too small,
     also where the code is subnormal. Compilers take several times as long for a conversion.
     """
     bits = (codes.view(torch.int8).int() << 20) & _MAGNITUDE_AND_SIGN
-    return bits.view(torch.float32) * _EXPONENT_GAP
+    return bits.view(torch.float32) * _HALF_OF_GAP
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,6 +123,8 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _stored(x: Tensor) -> Tensor:
     """The same values, which a compiler writes to memory rather than computes again for each row.
 
-    Read back as float32, they also let it take the codes in vectors of float32.
+    Read back as float32, they also let it take the codes in vectors of float32. Not for a view:
+    Inductor loses its offset.
     """
+    x = x.contiguous()
     return x.as_strided(x.size(), x.stride())
