@@ -20,6 +20,8 @@ from llama_export.recipe import Recipe
 from llama_export.report import Reporter
 from llama_export.verify import verify
 from llama_runtime import compat
+from llama_runtime.programs.base import Loading
+from llama_runtime.programs.pt2 import Pt2Program
 from llama_runtime.weights import map_weights
 from tests.cli.running import invoke
 from tests.tiny import write_tiny
@@ -242,6 +244,30 @@ def test_a_device_without_fp8_units_is_refused_with_both_numbers(
         return
     with pytest.raises(CompatibilityError, match=message):
         compat.check(cuda_program, device="cuda", allow_native=True)
+
+
+def test_a_program_for_fp8_units_computes_nearly_the_same(
+    checkpoint: Path, tokens: torch.Tensor, expected: torch.Tensor, tmp_path: Path
+) -> None:
+    """CPUs have no such units, but torch computes what they would."""
+    choices: dict[str, Any] = {
+        "device": "cuda",
+        "numerics": "fast",
+        "entries": ("forward",),
+        "max_seq": MAX_SEQ,
+    }
+    folder = build(recipe(checkpoint, tmp_path / "b", **choices)).folder
+    (record,) = read(folder).programs
+    weights = map_weights(folder / "weights.safetensors")
+    program = Pt2Program(
+        Loading(folder / record.file, record, weights, torch.device("cpu"), threads=None)
+    )
+    (actual,) = program.run([tokens], [], {})
+    error = (actual - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.1
+    (other,) = program.run([torch.cat((tokens[:1], tokens[1:].flip(1)))], [], {})
+    assert torch.equal(actual[0], other[0])
+    assert not torch.equal(actual[1], other[1])
 
 
 def test_layers_that_units_do_not_take_are_told(tmp_path: Path) -> None:
