@@ -128,8 +128,7 @@ def _check_f16(name: str, tensor: torch.Tensor) -> None:
 
 def _check_codes(name: str, codes: torch.Tensor) -> None:
     """Refuses NaN, which compiled programs would take for the 480 that its code would stand for."""
-    bare = codes.view(torch_dtype("u8")) & _NAN_CODE
-    if bool((bare == _NAN_CODE).any()):
+    if int((codes.view(torch_dtype("u8")) & _NAN_CODE).max()) == _NAN_CODE:
         message = f"`{name}` holds NaN among its FP8 weights"
         raise BuildError(message, hint="quantise the checkpoint again, or get it again")
 
