@@ -78,22 +78,18 @@ class Linear(nn.Module):
     `weight_scale` [out, 1] is there where the weight is FP8, and multiplies it row by row.
     """
 
-    weight_scale: nn.Parameter | None
-
     def __init__(self, num_in: int, num_out: int, form: Formulation, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
-        self.register_parameter("weight_scale", None)
+        self.weight_scale: nn.Parameter | None = None
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight_scale is None:
-            return _linear(x, self.weight, self.bias, self.form)
-        form, is_fused = self.form, _is_fused(x, self.form)
-        return fp8.linear(
-            x, self.weight, self.weight_scale, self.bias, form=form, is_fused=is_fused
-        )
+        scale, form = self.weight_scale, self.form
+        if scale is None:
+            return _linear(x, self.weight, self.bias, form)
+        return fp8.linear(x, self.weight, scale, self.bias, form=form, is_fused=_is_fused(x, form))
 
 
 def _is_fused(x: Tensor, form: Formulation) -> bool:
@@ -198,8 +194,7 @@ class Llama(nn.Module):
             else Linear(config.hidden_size, config.vocab_size, form)
         )
         for name in fp8_modules:  # linear layers whose weights are FP8
-            linear = self.get_submodule(name)
-            assert isinstance(linear, Linear)
+            linear: Any = self.get_submodule(name)
             linear.weight_scale = nn.Parameter(torch.empty(linear.weight.shape[0], 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
