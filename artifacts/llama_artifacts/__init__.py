@@ -6,6 +6,7 @@ from llama_artifacts.bundle import Bundle, open_bundle
 from llama_artifacts.errors import (
     BuildError,
     CheckpointError,
+    ChoiceError,
     CompatibilityError,
     InputError,
     IntegrityError,
@@ -22,6 +23,7 @@ __all__ = [
     "BuildError",
     "Bundle",
     "CheckpointError",
+    "ChoiceError",
     "CompatibilityError",
     "Dim",
     "InputError",

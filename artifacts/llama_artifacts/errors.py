@@ -47,6 +47,10 @@ class BuildError(LlamaExportError):
     default_hint = "`llama-export build --help` tells what can be chosen"
 
 
+class ChoiceError(BuildError):
+    """What was asked for cannot be had of this checkpoint: wrong usage, not a failure."""
+
+
 class ManifestError(LlamaExportError):
     """A manifest or weights header breaks the format."""
 

@@ -21,10 +21,13 @@ WEIGHTS_NAME = "weights.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+CAPABILITY = "compute capability"
+"""A key of `Program.requires`."""
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
+Numerics = Literal["exact", "fast"]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._<>+=,-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEMA = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
@@ -114,9 +117,12 @@ class Program:
         target: where it runs.
         signature: how it is called.
         constants: names of the weights it binds, in the order of `weights.safetensors`.
-        requires: minimum or exact versions of what runs it, such as `{"torch": "2.13"}`.
+        requires: minimum or exact versions of what runs it, such as `{"torch": "2.13"}`; under
+            `CAPABILITY` the least compute capability of the CUDA device.
         variant: dynamic dimensions of the entry that this program fixes, such as `{"Rows": 1}`;
             its signature has the number where the general program's has the dimension.
+        numerics: how products with FP8 weights are computed: `exact`, as if they were stored in
+            the compute dtype, or `fast`; None where no weight is FP8.
     """
 
     entry: str
@@ -128,6 +134,7 @@ class Program:
     constants: tuple[str, ...]
     requires: dict[str, str]
     variant: dict[str, int] = field(default_factory=dict)
+    numerics: Numerics | None = None
 
     def __post_init__(self) -> None:
         from_name(self.dtype)

@@ -200,12 +200,20 @@ def _program_table(manifest: Manifest) -> Table:
             program.format,
             show_target(program.target),
             program.dtype,
+            program.numerics or "",
             show_bytes(manifest.files[program.file].bytes),
             program.file,
         )
         for program in manifest.programs
     )
-    return Table("Programs", ("entry", "format", "target", "dtype", "size", "file"), rows)
+    columns = ("entry", "format", "target", "dtype", "fp8", "size", "file")
+    if not any(program.numerics for program in manifest.programs):
+        return Table("Programs", _without(columns, 4), tuple(_without(row, 4) for row in rows))
+    return Table("Programs", columns, rows)
+
+
+def _without(row: tuple[str, ...], index: int) -> tuple[str, ...]:
+    return row[:index] + row[index + 1 :]
 
 
 def _call_table(manifest: Manifest) -> Table:
@@ -269,6 +277,7 @@ def _program_dict(manifest: Manifest, program: Program) -> dict[str, Any]:
         "bytes": manifest.files[program.file].bytes,
         "sha256": manifest.files[program.file].sha256,
         "dtype": program.dtype,
+        "numerics": program.numerics,
         "target": encode(program.target),
         "num_constants": len(program.constants),
         "requires": program.requires,

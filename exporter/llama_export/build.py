@@ -7,17 +7,17 @@ import errno
 import hashlib
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import check_space, describe, staging
-from llama_artifacts.errors import BuildError
+from llama_artifacts.errors import BuildError, ChoiceError
 from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format, Manifest, Model, Program
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import RopeConfig
-from llama_export.checkpoint.layout import parameter_count
+from llama_export.checkpoint.layout import parameter_count, scaled_modules
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import Checkpoint
 from llama_export.entries import registry
@@ -26,6 +26,7 @@ from llama_export.entries.registry import EntrySpec, Sizes
 from llama_export.entries.variants import Variant
 from llama_export.entries.variants import choose as choose_variants
 from llama_export.lower.backend import Place, backend
+from llama_export.model.fp8 import UNIT_MULTIPLE, fits_units
 from llama_export.model.rope import inverse_frequencies
 from llama_export.pack import WeightsPlan, plan_weights, write_weights
 from llama_export.presets import find as find_preset
@@ -95,6 +96,7 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
 
     Raises:
         CheckpointError, TokenizerError: the model cannot be used.
+        ChoiceError: a choice does not fit the checkpoint.
         BuildError: the choices contradict each other, or a program cannot be made or written.
         VerificationError: a program does not compute what it must.
     """
@@ -105,7 +107,13 @@ def build(recipe: Recipe, *, reporter: Reporter | None = None) -> BuildResult:
     checkpoint = open_checkpoint(
         recipe.model, headers_only=recipe.weights == "none", num_layers=recipe.num_layers
     )
-    notes = (f"rope: {describe_rope(checkpoint.config.rope)}", *checkpoint.notes)
+    fp8 = scaled_modules(checkpoint.tensors)
+    _check_numerics(recipe, fp8)
+    notes = (
+        f"rope: {describe_rope(checkpoint.config.rope)}",
+        *checkpoint.notes,
+        *_fp8_notes(recipe, checkpoint, fp8),
+    )
     for note in notes:
         reporter.note(note)
     _check_name(checkpoint)
@@ -186,6 +194,30 @@ def _formats(recipe: Recipe) -> tuple[Format, ...]:
     return tuple(dict.fromkeys(recipe.formats))
 
 
+def _check_numerics(recipe: Recipe, fp8: Collection[str]) -> None:
+    if recipe.numerics == "fast" and not fp8:
+        raise ChoiceError(
+            "--numerics fast is for FP8 weights, and the checkpoint has none",
+            hint="leave --numerics out",
+        )
+
+
+def _fp8_notes(recipe: Recipe, checkpoint: Checkpoint, fp8: Collection[str]) -> Iterator[str]:
+    if fp8 and recipe.dtype is not None:
+        yield f"FP8 weights stay FP8; --dtype {recipe.dtype} is that of the rest and of arithmetic"
+    if recipe.numerics == "fast" and recipe.device == "cuda":
+        odd = [name for name in sorted(fp8) if not fits_units(_weight_shape(checkpoint, name))]
+        if odd:
+            yield (
+                f"{len(odd)} FP8 layers have sizes that are no multiples of {UNIT_MULTIPLE}, such as"
+                f" `{odd[0]}` {list(_weight_shape(checkpoint, odd[0]))}: computed as with exact"
+            )
+
+
+def _weight_shape(checkpoint: Checkpoint, module: str) -> tuple[int, ...]:
+    return checkpoint.tensors[f"{module}.weight"].shape
+
+
 def _check_name(checkpoint: Checkpoint) -> None:
     # The manifest takes no other text; better told now than when everything is built.
     source = checkpoint.source
@@ -259,7 +291,9 @@ def _place(
             write_weights(folder / WEIGHTS_NAME, plan, checkpoint, advance=advance)
         weights = map_weights(folder / WEIGHTS_NAME)
     inv_freq = inverse_frequencies(checkpoint.config.rope, checkpoint.config.head_dim)
-    return Place(recipe.device, recipe.isa, folder, weights, inv_freq, plan.offsets)
+    return Place(
+        recipe.device, recipe.isa, folder, weights, inv_freq, plan.offsets, recipe.numerics
+    )
 
 
 def _write_assets(assets: Mapping[str, bytes], folder: Path) -> None:
@@ -294,6 +328,7 @@ def _lower(
         constants=lowered.constants,
         requires=lowered.requires,
         variant=variant,
+        numerics=place.numerics if scaled_modules(plan.tensors) else None,
     )
     num_bytes = (place.folder / lowered.file).stat().st_size
     return program, ProgramTime(draft.label, format, time.perf_counter() - started, num_bytes)

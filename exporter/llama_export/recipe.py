@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llama_artifacts.manifest import FORMATS, Format
+from llama_artifacts.manifest import FORMATS, Format, Numerics
 from llama_export.entries.registry import DEFAULT_ROWS
 
 DEFAULT_ENTRIES = ("prefill", "decode")
@@ -38,6 +38,7 @@ class Recipe:
         device: `cpu` or `cuda`.
         weights: `copy` them into the bundle, or `none`: programs only.
         isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
+        numerics: how products with FP8 weights are computed: `exact`, or `fast`.
         num_layers: use only so many of the checkpoint's first layers; None: all.
     """
 
@@ -57,4 +58,5 @@ class Recipe:
     device: Literal["cpu", "cuda"] = "cpu"
     weights: Literal["copy", "none"] = "copy"
     isa: Literal["avx2", "avx512"] | None = None
+    numerics: Numerics = "exact"
     num_layers: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from llama_artifacts.errors import CompatibilityError
-from llama_artifacts.manifest import Program
+from llama_artifacts.manifest import CAPABILITY, Program
 from llama_runtime.machine import architecture, cpu_flags, minor, version
 
 ONNXRUNTIME_PACKAGES = ("onnxruntime-gpu", "onnxruntime")
@@ -52,7 +52,7 @@ def _reason(program: Program, device: str, allow_native: bool) -> tuple[str, str
     lacking = sorted(set(target.cpu_flags) - cpu_flags())
     if lacking:
         return f"needs CPU features that this machine lacks: {', '.join(lacking)}", rebuild
-    return _capability_reason(target.capability, device, rebuild)
+    return _capability_reason(program, device, rebuild)
 
 
 def _onnxruntime_reason(needed: str) -> tuple[str, str] | None:
@@ -64,17 +64,21 @@ def _onnxruntime_reason(needed: str) -> tuple[str, str] | None:
     return None
 
 
-def _capability_reason(capability: str | None, device: str, rebuild: str) -> tuple[str, str] | None:
-    if capability is None:
+def _capability_reason(program: Program, device: str, rebuild: str) -> tuple[str, str] | None:
+    exact, least = program.target.capability, program.requires.get(CAPABILITY)
+    if exact is None and least is None:
         return None
     import torch
 
     if not torch.cuda.is_available():
         return "made for CUDA, and no CUDA device is here", rebuild
     major, minor_ = torch.cuda.get_device_capability(device)
-    if f"{major}.{minor_}" != capability:
-        message = f"made for compute capability {capability}, this device has {major}.{minor_}"
-        return message, rebuild
+    here = f"{major}.{minor_}"
+    if exact not in (None, here):
+        return f"made for compute capability {exact}, this device has {here}", rebuild
+    if least is not None and _numbers(here) < _numbers(least):
+        message = f"needs compute capability {least} (FP8 products), this device has {here}"
+        return message, "build it with --numerics exact"
     return None
 
 

@@ -59,7 +59,7 @@ def test_the_defaults_are_those_of_the_recipe(recipes: list[Recipe]) -> None:
 def test_every_option_reaches_the_recipe(recipes: list[Recipe], tmp_path: Path) -> None:
     words = (
         "--entry decode --entry forward --format onnx --format pt2 --max-seq 99 --batch 3"
-        " --dtype f32 --device cuda --weights none --isa avx2 --num-layers 2"
+        " --dtype f32 --device cuda --weights none --isa avx2 --num-layers 2 --numerics fast"
     )
     assert invoke("build", "m", "-o", tmp_path / "o", *words.split()).exit_code == 0
     assert recipes == [
@@ -74,6 +74,7 @@ def test_every_option_reaches_the_recipe(recipes: list[Recipe], tmp_path: Path) 
             device="cuda",
             weights="none",
             isa="avx2",
+            numerics="fast",
             num_layers=2,
         )
     ]

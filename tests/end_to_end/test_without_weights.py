@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +19,13 @@ from tests.cli.running import environment
 
 _LOG = logging.getLogger(__name__)
 
-PRESET = "llama-3.1-8b-instruct"
+PRESETS = ("llama-3.1-8b-instruct", "llama-3.1-8b-instruct-fp8")
 # Of the process's own memory since it began; a parent's figure for a child also counts what the
 # parent held when it forked.
 SCRIPT = """
 import sys
 from pathlib import Path
+from typing import Any
 from llama_export.cli import main
 try:
     main()
@@ -32,9 +35,8 @@ finally:
 """
 
 
-def write_headers(folder: Path) -> Path:
+def write_headers(folder: Path, config: dict[str, Any]) -> Path:
     """The checkpoint's config.json and a weights file that ends after its header."""
-    config = presets.find(PRESET).config
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv_width = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
     shapes = {
@@ -56,10 +58,13 @@ def write_headers(folder: Path) -> Path:
     tensors["model.embed_tokens.weight"] = (config["vocab_size"], hidden)
     tensors["model.norm.weight"] = (hidden,)
     tensors["lm_head.weight"] = (config["vocab_size"], hidden)
+    fp8 = [name for name in tensors if "_proj" in name and "quantization_config" in config]
+    tensors |= {f"{name}_scale": (tensors[name][0], 1) for name in fp8}
     header, end = {}, 0
     for name, shape in tensors.items():
-        start, end = end, end + 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        dtype, num_bytes = ("F8_E4M3", 1) if name in fp8 else ("BF16", 2)
+        start, end = end, end + num_bytes * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -68,8 +73,11 @@ def write_headers(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_eight_billion_parameters_need_little_memory(tmp_path: Path) -> None:
-    checkpoint = write_headers(tmp_path / PRESET)
+@pytest.mark.parametrize("name", PRESETS)
+def test_eight_billion_parameters_need_little_memory(tmp_path: Path, name: str) -> None:
+    preset = presets.find(name)
+    assert preset is not None
+    checkpoint = write_headers(tmp_path / name, preset.config)
     output = tmp_path / "bundle"
     options = ("--entry", "decode", "--format", "pt2", "--weights", "none", "-o", str(output))
     command = [sys.executable, "-c", SCRIPT, "build", str(checkpoint), *options]
@@ -84,5 +92,9 @@ def test_eight_billion_parameters_need_little_memory(tmp_path: Path) -> None:
     manifest = manifests.read(output)
     assert manifest.model.num_parameters == 8_030_261_248
     assert [(p.entry, p.format) for p in manifest.programs] == [("decode", "pt2")]
+    is_fp8 = name.endswith("fp8")
+    assert manifest.programs[0].numerics == ("exact" if is_fp8 else None)
+    scales = [constant for constant in manifest.programs[0].constants if "scale" in constant]
+    assert len(scales) == (7 * 32 if is_fp8 else 0)
     assert not (output / "weights.safetensors").exists()
     assert sum(path.stat().st_size for path in output.iterdir()) < 4 * 2**20

@@ -302,9 +302,9 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
     "fp8 in blocks": ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
     "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4'"),
-    "compressed-tensors": (
+    "compressed-tensors without a format": (
         {"quantization_config": {"quant_method": "compressed-tensors"}},
-        "quant_method 'compressed-tensors' is not supported yet",
+        "compressed-tensors format 'unnamed' is not supported",
     ),
     "unnamed method": ({"quantization_config": {"bits": 4}}, "quant_method 'unnamed'"),
     "old compression_config": ({"compression_config": {"quant_method": "sparseml"}}, "'sparseml'"),

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from llama_artifacts.errors import CheckpointError
 from llama_export import presets
-from llama_export.checkpoint.config import RopeConfig, config_from_hf
+from llama_export.checkpoint.config import RopeConfig, config_from_hf, read_hf_config
 from llama_export.checkpoint.layout import parameter_count
 
 PARAMETERS = {
@@ -34,9 +33,7 @@ def preset(name: str) -> presets.Preset:
 
 
 def architecture(name: str) -> dict[str, object]:
-    return {
-        key: value for key, value in preset(name).config.items() if key != "quantization_config"
-    }
+    return preset(name).config
 
 
 def test_names() -> None:
@@ -95,9 +92,12 @@ def test_ropes() -> None:
     assert rope("llama-3.1-8b-instruct") == RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
-def test_fp8_preset_is_data_until_the_scheme_is_supported() -> None:
+def test_the_fp8_presets_linear_layers_are_fp8() -> None:
     found = preset("llama-3.1-8b-instruct-fp8")
     assert found.revision == "442e7f522277df12f53d63e8384087af31fbfc4b"
     assert len(found.files) == 2
-    with pytest.raises(CheckpointError, match="'compressed-tensors' is not supported yet"):
-        config_from_hf(found.config, where=found.name)
+    read = read_hf_config(found.config, where=found.name)
+    assert read.fp8 is not None
+    assert read.fp8.covers("model.layers.31.mlp.down_proj")
+    assert not read.fp8.covers("lm_head")
+    assert read.config == config_from_hf(preset("llama-3.1-8b-instruct").config, where="other")

@@ -10,13 +10,13 @@ from llama_artifacts.errors import CheckpointError
 from llama_artifacts.strict_json import json_type, shown
 from llama_export.checkpoint import hf_keys
 from llama_export.checkpoint.fields import Fields
+from llama_export.checkpoint.quantization import Fp8Scheme, read_scheme
 from llama_export.checkpoint.refusals import (
     changes_maths,
     is_neutral,
     quoted,
     refuse_other_architecture,
     refuse_other_maths,
-    refuse_quantization,
 )
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -75,11 +75,13 @@ class HfConfig:
         config: the network.
         dtype: `bf16`, `f16`, `f32` or `f64`; None where the file leaves it open.
         notes: values that were assumed, and keys that were ignored.
+        fp8: which linear layers are FP8; None where none is.
     """
 
     config: LlamaConfig
     dtype: str | None
     notes: tuple[str, ...]
+    fp8: Fp8Scheme | None = None
 
 
 def config_from_hf(
@@ -114,13 +116,13 @@ def read_hf_config(
     """
     fields = Fields(config, str(where))
     notes: list[str] = []
-    refuse_quantization(fields)
+    scheme = read_scheme(fields)
     refuse_other_maths(fields, notes)
     refuse_other_architecture(fields)
     _check_activation(fields, notes)
     network = _network(fields, shapes or {}, num_layers, notes)
     _refuse_short_window(fields, network.max_position)
-    return HfConfig(network, _dtype(fields), tuple(notes))
+    return HfConfig(network, _dtype(fields), tuple(notes), scheme)
 
 
 def check_hf_config(config: dict[str, Any], *, where: object) -> None:

@@ -28,9 +28,11 @@ from llama_export.checkpoint.files import (
     locate,
     read_json,
 )
+from llama_export.checkpoint.fp8 import E4M3, check_fp8, with_row_scales
 from llama_export.checkpoint.layout import (
     EMBEDDING,
     HEAD,
+    SCALE,
     check_layout,
     expected_tensors,
     first_layers,
@@ -100,8 +102,12 @@ class HfCheckpoint:
         stored, ignored = _without_inv_freq(_kept(stored, num_layers))
         config, stored = _resolve_head(hf.config, stored, headers_only, notes)
         tensors = {name: _info(entry) for name, entry in stored.items()}
-        check_layout(config, tensors, where=folder)
-        tensors = {name: tensors[name] for name in expected_tensors(config)}
+        fp8 = check_fp8(hf.fp8, config, tensors, where=folder)
+        tensors = with_row_scales(config, tensors, fp8)
+        check_layout(config, tensors, where=folder, fp8=fp8)
+        tensors = {name: tensors[name] for name in expected_tensors(config, fp8)}
+        if fp8:
+            notes.append(f"{len(fp8)} linear layers are FP8 (E4M3) and stay so in the bundle")
         notes += _inv_freq_notes(ignored, config, headers_only=headers_only)
         dtype = _compute_dtype(hf, tensors, notes, where=folder)
         notes += check_tokenizer(folder, config.vocab_size)
@@ -121,14 +127,17 @@ class HfCheckpoint:
         )
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as a private memory map, in its stored dtype."""
+        """One tensor as a private memory map, in its stored dtype; scales as one for each row."""
         if name not in self.tensors:
             raise CheckpointError(f"no tensor {shown(name)}", where=self._folder)
         stored = self._stored[name]
         if self._headers_only:
             message = "opened by header only; the weights are not here"
             raise CheckpointError(message, where=f"{stored.path}#{name}")
-        return _mapped(stored, self._map(stored.path, stored.tensor.end))
+        tensor = _mapped(stored, self._map(stored.path, stored.tensor.end))
+        if name.endswith(SCALE):
+            return tensor.reshape(-1, 1).expand(self.tensors[name].shape)
+        return tensor
 
     def assets(self) -> dict[str, bytes]:
         """Tokenizer, template and config files that travel with the bundle, by file name."""
@@ -263,11 +272,16 @@ def _compute_dtype(
     hf: HfConfig, tensors: Mapping[str, TensorInfo], notes: list[str], *, where: Path
 ) -> str:
     """The stored dtype of the embedding; what the config says only earns a remark."""
-    for name, info in tensors.items():
-        if info.dtype not in WEIGHT_DTYPES:
-            message = f"dtype {info.dtype} is not supported (supported: {', '.join(WEIGHT_DTYPES)})"
+    plain = {
+        name: info.dtype
+        for name, info in tensors.items()
+        if info.dtype != E4M3 and not name.endswith(SCALE)
+    }
+    for name, stored in plain.items():
+        if stored not in WEIGHT_DTYPES:
+            message = f"dtype {stored} is not supported (supported: {', '.join(WEIGHT_DTYPES)})"
             raise CheckpointError(message, where=f"{where}#{name}")
-    counts = Counter(info.dtype for info in tensors.values())
+    counts = Counter(plain.values())
     dtype = tensors[EMBEDDING].dtype
     if len(counts) > 1:
         listed = ", ".join(f"{counts[key]} of {key}" for key in sorted(counts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from llama_artifacts.errors import CheckpointError
@@ -14,6 +14,8 @@ from llama_export.checkpoint.source import TensorInfo
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+SCALE = ".weight_scale"
+"""Ends the name of an FP8 weight's scales; what stands before it is the linear layer's name."""
 MAX_LISTED = 3
 
 T = TypeVar("T")
@@ -21,8 +23,37 @@ T = TypeVar("T")
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
 
-def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name, in the order of the network; no head where it is tied."""
+def expected_tensors(config: LlamaConfig, fp8: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes by Hugging Face name, in the order of the network; no head where it is tied.
+
+    Args:
+        config: the network.
+        fp8: names of the linear layers that are FP8, whose scales follow their weights.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in _unquantised(config).items():
+        shapes[name] = shape
+        module = name.removesuffix(".weight")
+        if module in fp8:
+            shapes[f"{module}{SCALE}"] = (shape[0], 1)
+    return shapes
+
+
+def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Weight shapes [out, in] of the linear layers, by the layer's name; no head where tied."""
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in _unquantised(config).items()
+        if len(shape) == 2 and name != EMBEDDING
+    }
+
+
+def scaled_modules(names: Iterable[str]) -> frozenset[str]:
+    """The linear layers that are FP8, by the names of all tensors: those with scales."""
+    return frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE))
+
+
+def _unquantised(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for name, shape in layer_tensors(config).items():
@@ -68,17 +99,23 @@ def first_layers(tensors: Mapping[str, T], num_layers: int) -> dict[str, T]:
     return {name: value for name, value in tensors.items() if (layer_index(name) or 0) < num_layers}
 
 
-def check_layout(config: LlamaConfig, tensors: Mapping[str, TensorInfo], *, where: object) -> None:
+def check_layout(
+    config: LlamaConfig,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    where: object,
+    fp8: Collection[str] = (),
+) -> None:
     """Holds a checkpoint's tensors against the configuration: none missing, unused or misshapen.
 
     Tensors that are ignored by name must have been taken out before, and so must a head that is
-    the same as the embedding.
+    the same as the embedding. `fp8` names the linear layers that have scales.
 
     Raises:
         CheckpointError: names the tensor, and for a shape both shapes.
     """
     _check_layers(config, tensors, where=where)
-    expected = expected_tensors(config)
+    expected = expected_tensors(config, fp8)
     _check_head(config, tensors, where=where)
     _refuse("missing", [name for name in expected if name not in tensors], where=where)
     _refuse("unused", [name for name in tensors if name not in expected], where=where)

@@ -10,26 +10,6 @@ from llama_export.checkpoint import hf_keys
 from llama_export.checkpoint.fields import Fields
 
 
-def refuse_quantization(fields: Fields) -> None:
-    """Refuses every quantised checkpoint, naming the method."""
-    if fields.values.get("quantization") is not None:
-        message = "config key 'quantization' (MLX) is not supported"
-        raise CheckpointError(
-            message, where=fields.place("quantization"), hint="use the unquantised checkpoint"
-        )
-    for key in ("quantization_config", "compression_config"):
-        scheme = fields.nested(key)
-        if scheme is None:
-            continue
-        method = scheme.text("quant_method") or "unnamed"
-        later = " yet" if method == "compressed-tensors" else ""
-        raise CheckpointError(
-            f"quant_method {quoted(method)} is not supported{later}; supported: none",
-            where=fields.place(f"{key}.quant_method"),
-            hint="use the unquantised checkpoint of the same model, or a GGUF file",
-        )
-
-
 def refuse_other_maths(fields: Fields, notes: list[str]) -> None:
     """Refuses keys that change the maths, unless their value is the neutral one.
 

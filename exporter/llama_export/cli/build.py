@@ -41,7 +41,6 @@ class BuildCommand(Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Presets"):
             formatter.write_text(", ".join(sorted(presets.names())))
-            formatter.write_text("The -fp8 preset is known, but FP8 weights cannot be read yet.")
         super().format_epilog(ctx, formatter)
 
 
@@ -79,6 +78,14 @@ class BuildCommand(Command):
     type=click.Choice(["bf16", "f16", "f32"]),
     show_default="the checkpoint's",
     help="The dtype of weights and arithmetic.",
+)
+@option(
+    "--numerics",
+    group=PROGRAMS,
+    type=click.Choice(["exact", "fast"]),
+    default="exact",
+    help="How products with FP8 weights are computed: `exact` as if they were stored in the dtype"
+    " of the arithmetic; `fast` scales after the sum and, on CUDA, rounds activations to FP8.",
 )
 @option(
     "--num-layers",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from llama_artifacts.errors import LlamaExportError
+from llama_artifacts.errors import ChoiceError, LlamaExportError
 from llama_artifacts.manifest import FORMATS
 from llama_export.cli import errors, output
 
@@ -34,7 +34,8 @@ class Option(click.Option):
 class Command(click.Command):
     """A command whose help groups its options and ends with examples.
 
-    Known failures end it with exit status 1; with `--json` they are printed as JSON, too.
+    Known failures end it with exit status 1, a choice that does not fit the checkpoint with 2; with
+    `--json` they are printed as JSON, too.
     """
 
     def __init__(self, *args: Any, examples: Sequence[Example] = (), **kwargs: Any) -> None:
@@ -61,7 +62,8 @@ class Command(click.Command):
             return super().invoke(ctx)
         except LlamaExportError as error:
             errors.show(error, as_json=bool(ctx.params.get("as_json")))
-            ctx.exit(errors.EXIT_FAILURE)
+            is_usage = isinstance(error, ChoiceError)
+            ctx.exit(errors.EXIT_USAGE if is_usage else errors.EXIT_FAILURE)
         except BrokenPipeError:
             output.drop_stdout()
             ctx.exit(errors.EXIT_BROKEN_PIPE)

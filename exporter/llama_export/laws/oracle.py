@@ -10,6 +10,7 @@ import torch
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
+from llama_export.checkpoint.layout import scaled_modules
 from llama_export.laws.calls import Sequences
 from llama_export.laws.spans import Plan, Span
 from llama_export.model.llama import Attention, Formulation, Llama
@@ -24,8 +25,9 @@ def load_model(folder: Path, manifest: Manifest) -> Llama:
     Raises:
         IntegrityError: the weights are not those of the manifest's network.
     """
-    model = Llama(model_config(manifest), Formulation(torch.float32, reads_positions=False))
     weights = map_weights(folder / WEIGHTS_NAME)
+    form = Formulation(torch.float32, reads_positions=False)
+    model = Llama(model_config(manifest), form, fp8_modules=scaled_modules(weights))
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as cause:

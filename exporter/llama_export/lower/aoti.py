@@ -20,7 +20,8 @@ from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.lower.archive import write_archive
-from llama_export.lower.backend import Lowered, Place
+from llama_export.lower.backend import Lowered, Place, needed_capability
+from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor
@@ -43,8 +44,16 @@ class AotiBackend:
 
     def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
         if place.device == "cpu":
-            return Formulation(dtype, reads_positions=True, max_fused_rows=MAX_FUSED_ROWS)
-        return Formulation(dtype, reads_positions=False)
+            return Formulation(
+                dtype,
+                reads_positions=True,
+                max_fused_rows=MAX_FUSED_ROWS,
+                numerics=place.numerics,
+            )
+        has_units = torch.cuda.get_device_capability() >= (8, 9)
+        return Formulation(
+            dtype, reads_positions=False, numerics=place.numerics, has_fp8_units=has_units
+        )
 
     def lower(self, job: Job, place: Place) -> Lowered:
         options, target = _options(place.device, place.isa)
@@ -56,12 +65,13 @@ class AotiBackend:
             program = move_to_device_pass(program, "cuda")
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with inductor_config.patch(options), _quiet():
+        with inductor_config.patch(options), _quiet(), vector_bitcasts():
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())
         constants = tuple(name for name in job.weights if name in bound)
-        return Lowered(file, target, {"torch": minor(torch.__version__)}, constants)
+        requires = {"torch": minor(torch.__version__), **needed_capability(program)}
+        return Lowered(file, target, requires, constants)
 
 
 def _stand_in(name: str, info: TensorInfo, place: Place) -> torch.Tensor:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.export import ExportedProgram
 
 from llama_artifacts.errors import BuildError
-from llama_artifacts.manifest import FORMATS, Format, Target
+from llama_artifacts.manifest import CAPABILITY, FORMATS, Format, Numerics, Target
 from llama_export.model.llama import Formulation
 from llama_export.trace import Job
+
+FP8_CAPABILITY = "8.9"
+"""The first compute capability with FP8 units."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Place:
         weights: the bundle's weights, memory mapped; None when it holds none.
         inv_freq: the model's inverse frequencies, which need no weights.
         offsets: byte offset and length of each tensor in the weights file.
+        numerics: how products with FP8 weights are computed.
     """
 
     device: str
@@ -34,6 +39,7 @@ class Place:
     weights: Mapping[str, torch.Tensor] | None
     inv_freq: torch.Tensor
     offsets: Mapping[str, tuple[int, int]]
+    numerics: Numerics = "exact"
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ class Backend(Protocol):
             BuildError: the program cannot be made here.
         """
         ...
+
+
+def needed_capability(program: ExportedProgram) -> dict[str, str]:
+    """What a program requires of a CUDA device: one with FP8 units, where it calls them."""
+    calls = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    return {CAPABILITY: FP8_CAPABILITY} if torch.ops.aten._scaled_mm.default in calls else {}
 
 
 def backend(name: Format) -> Backend:

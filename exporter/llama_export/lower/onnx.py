@@ -39,7 +39,8 @@ class OnnxBackend:
         return "f32" if place.device == "cpu" else dtype
 
     def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
-        return Formulation(dtype, reads_positions=place.device == "cpu")
+        is_cpu = place.device == "cpu"
+        return Formulation(dtype, reads_positions=is_cpu, numerics=place.numerics)
 
     def lower(self, job: Job, place: Place) -> Lowered:
         program = trace(job, returns_states=True)

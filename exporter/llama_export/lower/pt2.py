@@ -8,7 +8,7 @@ import torch
 
 from llama_artifacts.manifest import Target
 from llama_export.lower.archive import write_archive
-from llama_export.lower.backend import Lowered, Place
+from llama_export.lower.backend import Lowered, Place, needed_capability
 from llama_export.model.llama import Formulation
 from llama_export.trace import Job, as_kind, trace
 from llama_runtime.machine import minor
@@ -24,7 +24,10 @@ class Pt2Backend:
         return dtype
 
     def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
-        return Formulation(dtype, reads_positions=place.device == "cpu")
+        is_cpu = place.device == "cpu"
+        return Formulation(
+            dtype, reads_positions=is_cpu, numerics=place.numerics, has_fp8_units=not is_cpu
+        )
 
     def lower(self, job: Job, place: Place) -> Lowered:
         program = trace(job)
@@ -38,7 +41,8 @@ class Pt2Backend:
         torch.export.save(program, archive)
         write_archive(place.folder / file, archive)
         target = Target("cpu" if place.device == "cpu" else "cuda")
-        return Lowered(file, target, {"torch": minor(torch.__version__)}, tuple(job.weights))
+        requires = {"torch": minor(torch.__version__), **needed_capability(program)}
+        return Lowered(file, target, requires, tuple(job.weights))
 
 
 def _drop_traces(program: torch.export.ExportedProgram) -> None:

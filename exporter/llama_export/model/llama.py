@@ -12,7 +12,7 @@ compute dtype where the reference implementation (transformers' Llama) rounds it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from llama_artifacts.manifest import Numerics
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.model import rope, threefry
+from llama_export.model import fp8, rope, threefry
 from llama_export.model.attention import (
     CachedRows,
     Context,
@@ -54,11 +55,15 @@ class Formulation:
             in use; not for CUDA graphs, where attention covers the whole state under a mask.
         max_fused_rows: a product of up to so many rows is written as multiply and reduce, which
             a compiler fuses into one pass over the stored weight; 0 also for attention.
+        numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
+        has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
     """
 
     dtype: torch.dtype
     reads_positions: bool
     max_fused_rows: int = 0
+    numerics: Numerics = "exact"
+    has_fp8_units: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -81,21 +86,32 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear layer [..., in] -> [..., out], fused for few rows (see `Formulation`)."""
+    """A linear layer [..., in] -> [..., out], fused for few rows (see `Formulation`).
+
+    `weight_scale` [out, 1] is there where the weight is FP8, and multiplies it row by row.
+    """
 
     def __init__(self, num_in: int, num_out: int, form: Formulation, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
+        self.weight_scale: nn.Parameter | None = None
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(x, self.weight, self.bias, self.form)
+        scale, form = self.weight_scale, self.form
+        if scale is None:
+            return _linear(x, self.weight, self.bias, form)
+        return fp8.linear(x, self.weight, scale, self.bias, form=form, is_fused=_is_fused(x, form))
+
+
+def _is_fused(x: Tensor, form: Formulation) -> bool:
+    num_rows = math.prod(x.shape[:-1])
+    return isinstance(num_rows, int) and num_rows <= form.max_fused_rows
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Formulation) -> Tensor:
-    num_rows = math.prod(x.shape[:-1])
-    if isinstance(num_rows, int) and num_rows <= form.max_fused_rows:
+    if _is_fused(x, form):
         y = (x[..., None, :].float() * weight.float()).sum(-1)
         return (y if bias is None else y + bias.float()).to(x.dtype)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -178,7 +194,9 @@ class Body(nn.Module):
 class Llama(nn.Module):
     """The network, with one method per entry."""
 
-    def __init__(self, config: LlamaConfig, form: Formulation) -> None:
+    def __init__(
+        self, config: LlamaConfig, form: Formulation, *, fp8_modules: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.form = form
         self.model = Body(config, form)
@@ -188,6 +206,9 @@ class Llama(nn.Module):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, form)
         )
+        for name in fp8_modules:  # linear layers whose weights are FP8
+            linear: Any = self.get_submodule(name)
+            linear.weight_scale = nn.Parameter(torch.empty(linear.weight.shape[0], 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, S, V] of tokens [B, S]."""
