@@ -312,6 +312,90 @@ def test_a_neighbour_changes_no_bit_of_a_paged_row(
     assert not torch.equal(results[0][0], results[1][0])
 
 
+@pytest.mark.parametrize("idle_page", [0, 9], ids=["no page", "a page of another row"])
+def test_padding_of_a_full_pool_leaves_every_live_slot(
+    bundle: LoadedBundle, tokens: torch.Tensor, expected: torch.Tensor, idle_page: int
+) -> None:
+    """Three rows own every page but the scratch one, the last page too; the fourth is padding."""
+    fill, decode = bundle.entry("prefill_paged"), bundle.entry("decode_paged")
+    table = torch.cat((scattered(3, 3), torch.full((1, 3), idle_page, dtype=torch.int32)))
+    states = poisoned(fill, PoolPages=10)
+    prompts_of_47 = paged(tokens, table, [(row, 0, 47) for row in range(3)], padding=5)
+    fill.run(states, prompts_of_47)
+    assert pool_slots(states) == {0, *prompts_of_47["slots"].tolist()}
+    before = snapshot(states)
+    inputs = {
+        "tokens": torch.cat((tokens[:3, 47], ints([5])))[:, None].contiguous(),
+        "positions": ints([47, 47, 47, -1]),
+        "table": table,
+    }
+    logits = decode.run(states, inputs)[0]
+    close(logits[:3], expected[:3, 47])
+    assert logits.isfinite().all()
+    last = {int(page) * PAGE_LEN + PAGE_LEN - 1 for page in table[:3, 2]}
+    assert pool_slots(states, before) <= {0, *last}
+    assert pool_slots(states) == {0, *range(PAGE_LEN, 10 * PAGE_LEN)}
+    assert all(tensor.isfinite().all() for tensor in states.values())
+
+
+def pool_slots(states: States, before: Tensors | None = None) -> set[int]:
+    """The slots that some state was written at."""
+    slots: set[int] = set()
+    for name, tensor in states.items():
+        old = POISON if before is None else before[name]
+        changed = (tensor != old).any(-1).any(1)  # [pages, places]
+        slots |= {int(page) * PAGE_LEN + int(place) for page, place in changed.nonzero()}
+    return slots
+
+
+@pytest.mark.parametrize("name", ["decode_rows", "prefill_packed", "step_packed"])
+def test_padding_beside_full_rows_leaves_every_live_position(
+    bundle: LoadedBundle, tokens: torch.Tensor, name: str
+) -> None:
+    entry = bundle.entry(name)
+    states = entry.new_states()
+    generator = torch.Generator().manual_seed(5)
+    for tensor in states.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    before = snapshot(states)
+    step_tokens, idle = step(tokens, {})
+    inputs = {"tokens": step_tokens, "positions": idle}
+    if name != "decode_rows":
+        inputs = {
+            "tokens": tokens[0, :6].clone(),
+            "rows": ints([0, 3, 0, 3, 1, 2]),
+            "positions": ints([SCRATCH] * 6),
+            "segments": ints([0, 0, 1, 2, 3, 3]),
+            "last": ints([0] * BATCH),
+        }
+    if name == "step_packed":
+        inputs |= {"step_tokens": step_tokens, "step_positions": idle}
+    logits = entry.run(states, inputs)[0]
+    assert logits.isfinite().all()
+    for state, tensor in states.items():
+        assert torch.equal(tensor[:, :, :SCRATCH], before[state][:, :, :SCRATCH])
+        assert not torch.equal(tensor, before[state])
+        assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [(1,), (0, 1), (1, 0), (3, 2, 1, 0)])
+def test_company_and_its_order_change_no_result(
+    bundle: LoadedBundle, tokens: torch.Tensor, expected: torch.Tensor, rows: tuple[int, ...]
+) -> None:
+    """The oracle sees each sequence alone."""
+    fill, decode = bundle.entry("prefill_paged"), bundle.entry("decode_paged")
+    mine, lengths = tokens[list(rows)], [(33, 150, 16, 1)[row] for row in rows]
+    table = scattered(len(rows), 10)
+    states = poisoned(fill, PoolPages=41)
+    parts = [(row, 0, length) for row, length in enumerate(lengths)]
+    logits = fill.run(states, paged(mine, table, parts))[0]
+    places = torch.tensor(rows), torch.tensor(lengths)
+    close(logits, expected[places[0], places[1] - 1])
+    step_tokens = mine[torch.arange(len(rows)), places[1]][:, None].contiguous()
+    inputs = {"tokens": step_tokens, "positions": ints(lengths), "table": table}
+    close(decode.run(states, inputs)[0], expected[places])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
