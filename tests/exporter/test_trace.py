@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
+from torch.export.passes import move_to_device_pass
 
 from llama_artifacts.errors import BuildError
 from llama_export import trace as tracing
@@ -100,6 +101,22 @@ def test_the_graph_names_no_device_but_the_cpu_and_hides_no_constant(entry: str)
     assert {spec.target for spec in bound} == set(made.weights)
     assert {spec.kind for spec in bound} == {InputKind.PARAMETER, InputKind.BUFFER}
     assert not program.constants
+
+
+@pytest.mark.parametrize("entry", ["prefill", "step_paged", "sample<8>", "generate_until<8>"])
+def test_a_program_moves_whole_to_another_device(entry: str) -> None:
+    """As for a GPU when it is loaded: no tensor stays behind, nor one made in the body of a loop."""
+    moved = move_to_device_pass(trace(job(entry, CUDA)), "meta")
+    graphs = [m.graph for m in moved.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    assert len(graphs) == (3 if "<" in entry else 1)
+    for node in (node for graph in graphs for node in graph.nodes):
+        devices = [argument for argument in node.args if isinstance(argument, torch.device)]
+        if "device" in node.kwargs:
+            devices.append(node.kwargs["device"])
+        values = node.meta.get("val")
+        values = values if isinstance(values, (tuple, list)) else [values]
+        devices += [value.device for value in values if isinstance(value, Tensor)]
+        assert {str(device) for device in devices} <= {"meta"}, node
 
 
 @pytest.mark.parametrize("entry", ["prefill", "decode", "decode_rows", "generate<8>"])
