@@ -12,17 +12,21 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from torch import Tensor
 
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Program, read
+from llama_export import trace as tracing
 from llama_export.build import build
 from llama_export.lower import aoti
 from llama_export.lower.archive import write_archive
-from llama_export.lower.backend import backend
-from llama_export.lower.onnx import IR_VERSION, OPSET
+from llama_export.lower.backend import Place, backend
+from llama_export.lower.onnx import IR_VERSION, MIN_ONNXRUNTIME, OPSET
+from llama_export.model.llama import Llama
 from llama_export.recipe import Recipe
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags
 from llama_runtime.weights import map_weights
+from tests.exporter.test_trace import job
 
 PICKLE = b"\x80"  # every pickle since protocol 2 begins so
 ENTRIES = ("forward", "next_token", "prefill", "decode", "decode_rows")
@@ -154,6 +158,53 @@ def test_an_onnx_program_has_the_declared_versions_and_names(tiny_bundle: Path, 
     outputs = [spec.name for spec in record.signature.outputs] + [f"{s}.next" for s in states]
     assert [value.name for value in model.graph.output] == outputs
     assert not any(node.metadata_props or node.doc_string for node in model.graph.node)
+
+
+def test_the_versions_of_an_onnx_program_are_the_lowest_that_suffice(tiny_bundle: Path) -> None:
+    """No operator is as its opset changed it later, and one is as this opset changed it."""
+    records = [program(tiny_bundle, entry, "onnx") for entry in ENTRIES]
+    since = set()
+    for record in records:
+        for node in onnx.load(tiny_bundle / record.file, load_external_data=False).graph.node:
+            since.add(onnx.defs.get_schema(node.op_type, OPSET, node.domain).since_version)
+            # It aligns few queries to the first of many keys, and on each provider in its own way.
+            assert node.op_type != "Attention"
+        assert record.requires == {"onnxruntime": MIN_ONNXRUNTIME}
+    assert max(since) == OPSET
+    opset = onnx.helper.make_opsetid("", OPSET)
+    assert onnx.helper.find_min_ir_version_for([opset]) == IR_VERSION
+
+
+def test_an_input_whose_content_nothing_reads_stays_in_the_interface(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def method(self: Llama, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        return Llama.hidden_packed(self, tokens, positions, torch.zeros_like(positions))
+
+    monkeypatch.setattr(tracing, "Llama", type("Careless", (Llama,), {"hidden_packed": method}))
+    model = lowered("hidden_packed", tmp_path)
+    readers = {node.op_type for node in model.graph.node if "segments" in node.input}
+    assert readers <= {"Shape"}
+    assert [value.name for value in model.graph.input] == ["tokens", "positions", "segments"]
+
+
+@pytest.mark.parametrize("entry", ["prefill_packed", "prefill_slots"])
+def test_no_transpose_before_a_product_moves_no_axis(tmp_path: Path, entry: str) -> None:
+    """ONNX Runtime up to 1.26 at least refuses to run a product of such a transpose."""
+    graph = lowered(entry, tmp_path).graph
+    results = {value.name for value in graph.output}
+    inner = [n for n in graph.node if n.op_type == "Transpose" and n.output[0] not in results]
+    orders = [list(node.attribute[0].ints) for node in inner]
+    assert orders
+    assert all(order != sorted(order) for order in orders)
+
+
+def lowered(entry: str, folder: Path) -> onnx.ModelProto:
+    """The entry as ONNX, its weights left where no file is."""
+    made = job(entry)
+    offsets = {name: (0, 4 * torch.Size(info.shape).numel()) for name, info in made.weights.items()}
+    place = Place("cpu", None, folder, None, torch.empty(0), offsets)
+    return onnx.load(folder / backend("onnx").lower(made, place).file, load_external_data=False)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -24,8 +24,8 @@ from llama_export.model.llama import Formulation
 from llama_export.trace import Job, trace
 
 OPSET = 20
-IR_VERSION = 10
-MIN_ONNXRUNTIME = "1.18"
+IR_VERSION = 9
+MIN_ONNXRUNTIME = "1.17"
 """The first release that takes this IR version and opset."""
 
 
@@ -86,6 +86,7 @@ def _simplify(model: ir.Model) -> None:
     """
     common.InlinePass()(model)
     fold_constants_ir(model)
+    _drop_idle_transposes(model)
     for step in (
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),
@@ -96,6 +97,24 @@ def _simplify(model: ir.Model) -> None:
         common.NameFixPass(),
     ):
         step(model)
+
+
+def _drop_idle_transposes(model: ir.Model) -> None:
+    """Takes out transposes that move no axis, which indexing leaves behind.
+
+    ONNX Runtime up to 1.26 at least fuses one into the product that follows as if it moved them,
+    and then refuses to run it. Those whose result is an output of the program stay.
+    """
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        order = node.attributes.get("perm")
+        if order is None or node.op_type != "Transpose" or node.outputs[0].is_graph_output():
+            continue
+        source, graph = node.inputs[0], node.graph
+        if list(order.as_ints()) == sorted(order.as_ints()):
+            assert source is not None
+            assert graph is not None
+            node.outputs[0].replace_all_uses_with(source)
+            graph.remove(node, safe=True)
 
 
 def _name_interface(model: ir.Model, signature: Signature) -> None:
