@@ -25,7 +25,7 @@ test-fast: $(VENV)/installed-dev
 # The serving entries of a real model in every format; `make test` builds them in pt2 alone.
 test-formats: $(VENV)/installed-dev
 	LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  --log-level info tests/end_to_end/test_serving.py
+	  --log-cli-level info tests/end_to_end/test_serving.py
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu
