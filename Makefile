@@ -8,7 +8,7 @@ BUNDLE := $(DEMO)/smollm2-135m-instruct
 # One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-fast test-formats test-gpu lint format clean ci
+.PHONY: demo test test-fast test-long test-gpu lint format clean ci
 
 demo: $(VENV)/installed
 	rm -rf $(BUNDLE)
@@ -22,10 +22,9 @@ test: $(VENV)/installed-dev
 test-fast: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow"
 
-# The serving entries of a real model in every format; `make test` builds them in pt2 alone.
-test-formats: $(VENV)/installed-dev
-	LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  --log-cli-level info tests/end_to_end/test_serving.py
+# The serving entries of a real model, in pt2; LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx takes all.
+test-long: $(VENV)/installed-dev
+	$(PYTEST) -m long
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu

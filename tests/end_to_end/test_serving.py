@@ -4,6 +4,9 @@ Three chats of different lengths are kept in one state: in rows or in the pages 
 padded, in chunks, behind a page that they share, and while their neighbours are answered already.
 `transformers` sees each chat alone and whole. Every state holds a large number before use, so that a
 read of what was never written shows, and the tables of pages are scattered.
+
+Building the programs takes minutes, so that only `make test-long` runs these tests. It takes the
+portable programs; `LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx make test-long` takes all.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from tests.end_to_end.texts import TEXT
 # The figures show with `--log-cli-level info`.
 _LOG = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ATOL = 1e-4
 POISON = 1e4
@@ -326,10 +329,21 @@ def filled(bundle: LoadedBundle, prompts: Sequence[list[int]]) -> tuple[States, 
     return states, {"token": last, "pos": torch.tensor(pos, dtype=torch.int32)}
 
 
-def test_generate_gives_the_greedy_tokens(
+@pytest.mark.parametrize("name", ["generate<16>", "generate_until<32>"])
+def test_an_answer_in_one_call(bundle: LoadedBundle, chats: list[Chat], name: str) -> None:
+    """The row that is looked at goes on from a long prompt; the others hold other chats' tokens."""
+    entry, chat, num = bundle.entry(name), chats[0], len(chats[0].prompt)
+    others = [(other.tokens * num)[:num] for other in chats[1:]]
+    states, inputs = filled(bundle, [others[0], chat.prompt, others[1]])
+    if "eos" in {spec.name for spec in entry.signature.inputs}:
+        inputs["eos"] = ints(bundle.manifest.stop_tokens[:1])[0]
+    assert entry.run(states, inputs)[0][1, :MAX_NEW].tolist() == chat.answer
+
+
+def test_generate_knows_no_end(
     bundle: LoadedBundle, capitals: list[list[int]], oracle_f32: Oracle
 ) -> None:
-    """Also past the end of a text, which `generate` does not know."""
+    """It gives the greedy tokens past the end of a text too."""
     states, inputs = filled(bundle, capitals)
     tokens = bundle.entry("generate<16>").run(states, inputs)[0].tolist()
     for prompt, answer in zip(capitals, tokens, strict=True):

@@ -48,6 +48,17 @@ def parts(bundle: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{path.name}/{name}", data
 
 
+def test_an_onnx_state_is_scattered_into_directly(tiny_bundle: Path) -> None:
+    """Anything between a state and its scatter would copy the whole state at every call."""
+    for entry in ("prefill", "decode", "decode_rows"):
+        graph = onnx.load(tiny_bundle / f"{entry}.onnx", load_external_data=False).graph
+        for output in graph.output:
+            if output.name.startswith("state."):
+                (made,) = [node for node in graph.node if output.name in node.output]
+                assert made.op_type == "ScatterND"
+                assert made.input[0] == output.name.removesuffix(".next")
+
+
 def test_no_part_of_a_bundle_is_a_pickle(tiny_bundle: Path) -> None:
     for name, data in parts(tiny_bundle):
         assert not data.startswith(PICKLE), name

@@ -85,6 +85,7 @@ def _simplify(model: ir.Model) -> None:
     nothing here.
     """
     common.InlinePass()(model)
+    _drop_transposes(model)
     fold_constants_ir(model)
     for step in (
         common.RemoveUnusedNodesPass(),
@@ -96,6 +97,24 @@ def _simplify(model: ir.Model) -> None:
         common.NameFixPass(),
     ):
         step(model)
+
+
+def _drop_transposes(model: ir.Model) -> None:
+    """Takes out transposes that change nothing: around a scatter they copy the state twice a call."""
+    for node in list(model.graph.all_nodes()):
+        perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
+        if perm is None or list(perm.as_ints()) != sorted(perm.as_ints()):
+            continue
+        before, after = node.inputs[0], node.outputs[0]
+        assert before is not None
+        if after.is_graph_output():
+            if before.producer() is None:  # an input cannot be an output
+                continue
+            name, after.name = after.name, None
+            before.name, before.shape, before.type = name, after.shape, after.type
+        ir.convenience.replace_all_uses_with(after, before, replace_graph_outputs=True)
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)
 
 
 def _name_interface(model: ir.Model, signature: Signature) -> None:
