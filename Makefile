@@ -8,7 +8,7 @@ BUNDLE := $(DEMO)/smollm2-135m-instruct
 # One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-fast test-gpu lint format clean ci
+.PHONY: demo test test-fast test-long test-gpu lint format clean ci
 
 demo: $(VENV)/installed
 	rm -rf $(BUNDLE)
@@ -21,6 +21,10 @@ test: $(VENV)/installed-dev
 
 test-fast: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow"
+
+# The serving entries of a real model, in pt2; LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx takes all.
+test-long: $(VENV)/installed-dev
+	$(PYTEST) -m long
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu

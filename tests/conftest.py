@@ -21,10 +21,17 @@ TINY_BATCH = 2
 TINY_STEPS = 12
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are deselected, not skipped, where there is no CUDA device."""
-    if not torch.cuda.is_available():
-        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects `gpu` tests where there is no CUDA device, and `long` ones that nobody asked for."""
+    left_out = [] if torch.cuda.is_available() else ["gpu"]
+    if "long" not in config.option.markexpr:
+        left_out.append("long")
+    chosen, others = [], []
+    for item in items:
+        is_out = any(item.get_closest_marker(name) for name in left_out)
+        (others if is_out else chosen).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ class _Decoder:
             key_path = _join(path, field.name)
             if field.name in pairs:
                 arguments[field.name] = self.any(hints[field.name], pairs[field.name], key_path)
-            elif field.default is dataclasses.MISSING:
+            elif field.default is field.default_factory is dataclasses.MISSING:
                 raise self._error("missing key", key_path)
         try:
             return kind(**arguments)

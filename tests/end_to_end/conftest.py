@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +22,14 @@ from tests.cli.running import environment
 from tests.end_to_end.oracle import Oracle, load_oracle
 from tests.models import FetchError, fetch_smollm2
 
+_LOG = logging.getLogger(__name__)
+
 DEMO = Path(__file__).parents[2] / ".demo"
 MAX_SEQ = 512
 KEEP_VARIABLE = "LLAMA_EXPORT_TEST_BUNDLES"
 """Names a folder where bundles are kept between runs; one that is there is not built again."""
+FORMATS_VARIABLE = "LLAMA_EXPORT_TEST_FORMATS"
+"""Formats, with commas between them, that the serving entries are built in instead of pt2 alone."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,12 @@ class Bundle:
     dtype: str
     entries: tuple[str, ...]
     formats: tuple[str, ...]
+    sizes: tuple[object, ...] = ()
 
-    def options(self) -> list[str]:
+    def options(self) -> list[object]:
         entries = [word for name in self.entries for word in ("--entry", name)]
         formats = [word for name in self.formats for word in ("--format", name)]
-        return ["--dtype", self.dtype, *entries, *formats]
+        return ["--dtype", self.dtype, *entries, *formats, "--max-seq", MAX_SEQ, *self.sizes]
 
 
 STATEFUL = ("prefill", "decode")
@@ -47,6 +54,14 @@ BUNDLES = {
     "f32-forward": Bundle("f32", ("forward",), ("pt2", "onnx")),
     "bf16-forward": Bundle("bf16", ("forward",), ("pt2",)),
 }
+SERVING = (
+    *("prefill_slots", "prefill_packed", "step_packed", "decode_rows"),
+    *("decode_paged", "prefill_paged", "step_paged"),
+    *("generate<16>", "generate_until<32>", "log_probs_packed"),
+)
+SERVING_FORMATS = tuple(os.environ.get(FORMATS_VARIABLE, "pt2").split(","))
+SERVING_BATCH = 3
+SERVING_PAGE_LEN = 16
 NUM_BUILDERS = 2
 """Builds at a time; one fills one core and needs up to 3 GiB."""
 
@@ -71,27 +86,45 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_bundles(
-    smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Path]]:
-    """The folders of `BUNDLES` by name. Do not write into them."""
+def bundles_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where bundles are built; they are large, so they go with the session unless kept."""
     kept = os.environ.get(KEEP_VARIABLE)
     folder = Path(kept) if kept else tmp_path_factory.mktemp("smollm2")
     folder.mkdir(parents=True, exist_ok=True)
-
-    def build(name: str) -> Path:
-        output = folder / name
-        if not output.exists():
-            options = ("-o", output, "--max-seq", MAX_SEQ, *BUNDLES[name].options())
-            done = run_cli("build", smollm2_gguf, *options)
-            assert done.returncode == 0, f"build of {name}:\n{done.stderr}"
-        return output
-
-    with ThreadPoolExecutor(NUM_BUILDERS) as pool:
-        folders = dict(zip(BUNDLES, pool.map(build, BUNDLES), strict=True))
-    yield folders
+    yield folder
     if not kept:
         shutil.rmtree(folder)
+
+
+def build(gguf: Path, output: Path, bundle: Bundle) -> Path:
+    """The folder of the bundle, built unless it is there."""
+    if not output.exists():
+        started = time.perf_counter()
+        done = run_cli("build", gguf, "-o", output, *bundle.options())
+        assert done.returncode == 0, f"build of {output.name}:\n{done.stderr}"
+        _LOG.info("build of %s: %.0f s", output.name, time.perf_counter() - started)
+    return output
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundles(smollm2_gguf: Path, bundles_folder: Path) -> dict[str, Path]:
+    """The folders of `BUNDLES` by name. Do not write into them."""
+
+    def build_named(name: str) -> Path:
+        return build(smollm2_gguf, bundles_folder / name, BUNDLES[name])
+
+    with ThreadPoolExecutor(NUM_BUILDERS) as pool:
+        return dict(zip(BUNDLES, pool.map(build_named, BUNDLES), strict=True))
+
+
+@pytest.fixture(scope="session", params=SERVING_FORMATS)
+def serving_bundle(
+    request: pytest.FixtureRequest, smollm2_gguf: Path, bundles_folder: Path
+) -> Path:
+    """Float32: what serves many rows, in one format. Do not write into it."""
+    sizes = ("--batch", SERVING_BATCH, "--page-size", SERVING_PAGE_LEN)
+    bundle = Bundle("f32", SERVING, (request.param,), sizes)
+    return build(smollm2_gguf, bundles_folder / f"serving-{request.param}", bundle)
 
 
 @pytest.fixture(scope="session")

@@ -211,12 +211,15 @@ def job(entry: str, form: Formulation, *, ignored: str = "lm_head", **overrides:
     weights |= {name: replace(weights[name], dtype="bf16") for name in scales}
     weights[INV_FREQ] = TensorInfo("f32", (config.head_dim // 2,))
     spec = registry.find(entry)
-    return Job(config, spec, spec.signature(Sizes(config, 2, 64, dtype)), form, weights)
+    sizes = Sizes(config, 2, 64, dtype)
+    spec = spec.sized(sizes)
+    return Job(config, spec, spec.stem, spec.signature(sizes), form, weights)
 
 
 def num_unit_products(made: Job) -> tuple[int, dict[str, str]]:
     program = trace(made)
-    calls = [node.target for node in program.graph.nodes]
+    graphs = [module.graph for module in program.graph_module.modules()]
+    calls = [node.target for graph in graphs for node in graph.nodes]
     return calls.count(torch.ops.aten._scaled_mm.default), needed_capability(program)
 
 

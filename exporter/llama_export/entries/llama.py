@@ -23,7 +23,7 @@ MAX_PACKED = 2048
 MAX_LENGTH = 1 << 20
 MAX_PAGED_ROWS = 1 << 12
 MAX_PAGES = 1 << 16
-MAX_POOL_PAGES = 1 << 20
+MAX_POOL_PAGES = 1 << 18
 MAX_WORD = (1 << 32) - 1
 
 # Position MaxSeq - 1 is scratch, so the last that can be filled is MaxSeq - 2.

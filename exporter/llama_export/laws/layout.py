@@ -10,6 +10,7 @@ from llama_export.checkpoint.layout import HEAD, expected_tensors
 from llama_export.laws.bench import Bench
 from llama_export.laws.finding import Finding, exact
 from llama_export.laws.oracle import model_config
+from llama_export.lower.backend import MAX_INLINED
 
 
 def check(bench: Bench) -> Finding | None:
@@ -32,6 +33,8 @@ def check(bench: Bench) -> Finding | None:
     bound = {name for program in manifest.programs for name in program.constants}
     if {program.entry for program in manifest.programs} == {"hidden_packed"}:
         bound.add(HEAD)  # what gives no logits needs none
+    if any(program.format == "aoti" for program in manifest.programs):
+        bound |= {name for name, shape in shapes.items() if math.prod(shape) <= MAX_INLINED}
     faults += [f"no program binds `{name}`" for name in shapes if name not in bound]
     faults += [
         f"{program.file} binds `{name}`, which the weights lack"

@@ -20,7 +20,7 @@ from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.lower.archive import write_archive
-from llama_export.lower.backend import Lowered, Place, needed_capability
+from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace
@@ -28,9 +28,6 @@ from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor
 
 # Up to so many rows, multiply and reduce beats a library product over the stored weight.
 MAX_FUSED_ROWS = 3
-
-MAX_INLINED = 8
-"""Inductor writes vectors of up to so many elements into the code."""
 
 
 class AotiBackend:

@@ -18,6 +18,9 @@ from llama_export.trace import Job
 FP8_CAPABILITY = "8.9"
 """The first compute capability with FP8 units."""
 
+MAX_INLINED = 8
+"""AOTInductor writes vectors of up to so many elements into the code, and then binds them no more."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -82,7 +85,12 @@ class Backend(Protocol):
 
 def needed_capability(program: ExportedProgram) -> dict[str, str]:
     """What a program requires of a CUDA device: one with FP8 units, where it calls them."""
-    calls = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    graphs = [
+        module.graph  # bodies of loops among them
+        for module in program.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+    ]
+    calls = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
     return {CAPABILITY: FP8_CAPABILITY} if torch.ops.aten._scaled_mm.default in calls else {}
 
 

@@ -85,8 +85,8 @@ def _simplify(model: ir.Model) -> None:
     nothing here.
     """
     common.InlinePass()(model)
+    _drop_transposes(model)
     fold_constants_ir(model)
-    _drop_idle_transposes(model)
     for step in (
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),
@@ -99,22 +99,26 @@ def _simplify(model: ir.Model) -> None:
         step(model)
 
 
-def _drop_idle_transposes(model: ir.Model) -> None:
+def _drop_transposes(model: ir.Model) -> None:
     """Takes out transposes that move no axis, which indexing leaves behind.
 
-    ONNX Runtime up to 1.26 at least fuses one into the product that follows as if it moved them,
-    and then refuses to run it. Those whose result is an output of the program stay.
+    Around a scatter they copy the state twice a call. One before a product is fused into it by ONNX
+    Runtime up to 1.26 at least as if it moved the axes, and the product then fails.
     """
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        order = node.attributes.get("perm")
-        if order is None or node.op_type != "Transpose" or node.outputs[0].is_graph_output():
+    for node in list(model.graph.all_nodes()):
+        perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
+        if perm is None or list(perm.as_ints()) != sorted(perm.as_ints()):
             continue
-        source, graph = node.inputs[0], node.graph
-        if list(order.as_ints()) == sorted(order.as_ints()):
-            assert source is not None
-            assert graph is not None
-            node.outputs[0].replace_all_uses_with(source)
-            graph.remove(node, safe=True)
+        before, after = node.inputs[0], node.outputs[0]
+        assert before is not None
+        if after.is_graph_output():
+            if before.producer() is None:  # an input cannot be an output
+                continue
+            name, after.name = after.name, None
+            before.name, before.shape, before.type = name, after.shape, after.type
+        ir.convenience.replace_all_uses_with(after, before, replace_graph_outputs=True)
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)
 
 
 def _name_interface(model: ir.Model, signature: Signature) -> None:
