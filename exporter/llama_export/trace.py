@@ -7,8 +7,9 @@ whole range, every state is written, and no constant hides in the program.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx import config as fx_config
 
 from llama_artifacts.dtypes import from_name, from_torch
 from llama_artifacts.errors import BuildError
@@ -73,7 +75,7 @@ def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
         BuildError: the graph is not what the signature declares.
     """
     sizes = _example_sizes(job.signature)
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(), torch.no_grad(), _without_stack_traces():
         module = _module(job, returns_states)
         args, dynamic = _arguments(job.signature, sizes)
         try:
@@ -83,6 +85,17 @@ def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
             raise _fault(job, f"torch.export refuses it: {(*lines, 'no reason')[0]}") from cause
     _ensure(program, job, returns_states=returns_states)
     return program
+
+
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """They take a fifth of the time, half of a saved program, and tell of the build machine."""
+    before = fx_config.do_not_emit_stack_traces
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
 
 
 def _module(job: Job, returns_states: bool) -> torch.nn.Module:

@@ -33,7 +33,6 @@ class Pt2Backend:
         program = trace(job)
         # An archive with example inputs holds a pickle of them.
         program.example_inputs = None
-        _drop_traces(program)
         for name, tensor in program.state_dict.items():
             program.state_dict[name] = as_kind(tensor, torch.empty(0, dtype=tensor.dtype))
         file = f"{job.stem}.pt2" if place.device == "cpu" else f"{job.stem}.cuda.pt2"
@@ -43,11 +42,3 @@ class Pt2Backend:
         target = Target("cpu" if place.device == "cpu" else "cuda")
         requires = {"torch": minor(torch.__version__), **needed_capability(program)}
         return Lowered(file, target, requires, tuple(job.weights))
-
-
-def _drop_traces(program: torch.export.ExportedProgram) -> None:
-    """Takes out stack traces: they are half of the program, and tell of the build machine."""
-    for module in program.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                node.meta.pop("stack_trace", None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -206,10 +207,9 @@ class Looped:
     def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
         assert state is None
         layer = len(self.kept)
-        order = torch.arange(self.own[layer][0].shape[2], device=q.device)
-        is_now = (order == self.step)[:, None]
+        is_now = self._order == self.step
         keys, values = (
-            torch.where(is_now, new.transpose(1, 2), old)
+            torch.where(is_now[:, None], new.transpose(1, 2), old)
             for new, old in zip((k, v), self.own[layer], strict=True)
         )
         self.kept.append((keys, values))
@@ -218,10 +218,15 @@ class Looped:
             self.past[layer],
             (keys, values),
             self.seen,
-            order <= self.step,
+            self._order <= self.step,
             is_fused=self.is_fused,
         )
         return mixed[:, None]
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Numbers of the loop's steps, [T]."""
+        return torch.arange(self.own[0][0].shape[2], device=self.step.device)
 
 
 @dataclass(frozen=True)
@@ -233,47 +238,57 @@ class Paged:
         slots: where each token is kept: page * L + place in the page.
         rows: the table's row of each token; None: token p has row p.
         table: page numbers [rows, Q].
+        page_len: positions of a page.
+        is_fused: written as products and sums that a compiler fuses.
     """
 
     positions: Tensor
     slots: Tensor
     rows: Tensor | None
     table: Tensor
+    page_len: int
     is_fused: bool
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
         assert state is not None
         keys, values = state
-        page_len = keys.shape[2]
-        pages, places = self.slots // page_len, self.slots % page_len
-        write_rows(keys, k, pages, places)
-        write_rows(values, v, pages, places)
+        write_rows(keys, k, *self._places)
+        write_rows(values, v, *self._places)
         if self.rows is None or self.is_fused:
-            table = self.table if self.rows is None else self.table[self.rows.long()]
-            table = table.long()
-            return attend_pages(
-                q, keys[table], values[table], self._visible(table.shape[1], page_len)
-            )
-        return self._attend_all(q, keys, values, page_len)
-
-    def _visible(self, num_pages: Any, page_len: int) -> Tensor:
-        reach = (
-            torch.arange(num_pages, dtype=torch.int32, device=self.table.device)[:, None] * page_len
-        )
-        reach = reach + torch.arange(page_len, dtype=torch.int32, device=self.table.device)
-        return reach <= self.positions[:, None, None]
-
-    def _attend_all(self, q: Tensor, keys: Tensor, values: Tensor, page_len: int) -> Tensor:
-        """One product over the pages of all rows, under a mask that keeps the rows apart."""
-        assert self.rows is not None
-        num_rows, num_pages = self.table.shape
-        visible_PQL = self._visible(num_pages, page_len)
-        same_row = self.rows[:, None] == torch.arange(num_rows, dtype=torch.int32, device=q.device)
-        visible = (same_row[:, :, None, None] & visible_PQL[:, None]).flatten(1)
+            table = self._own_pages
+            return attend_pages(q, keys[table], values[table], self._visible)
+        # One product over the pages of all rows, under a mask that keeps the rows apart.
         flat = self.table.flatten().long()
         k = keys[flat].transpose(0, 1).flatten(1, 2)[None]
         v = values[flat].transpose(0, 1).flatten(1, 2)[None]
-        return attend(q[None], k, v, visible[None])[0]
+        return attend(q[None], k, v, self._visible_of_all)[0]
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Page of each token, and place in the page."""
+        return self.slots // self.page_len, self.slots % self.page_len
+
+    @cached_property
+    def _own_pages(self) -> Tensor:
+        """Pages of each token's row, [P, Q]."""
+        return (self.table if self.rows is None else self.table[self.rows.long()]).long()
+
+    @cached_property
+    def _visible(self) -> Tensor:
+        """Which places of its row's pages each token sees, [P, Q, L]."""
+        device = self.table.device
+        first = torch.arange(self.table.shape[1], dtype=torch.int32, device=device) * self.page_len
+        places = torch.arange(self.page_len, dtype=torch.int32, device=device)
+        reach = first[:, None] + places
+        return reach <= self.positions[:, None, None]
+
+    @cached_property
+    def _visible_of_all(self) -> Tensor:
+        """Which places of all rows' pages each token sees, [1, P, rows * Q * L]."""
+        assert self.rows is not None
+        rows = torch.arange(self.table.shape[0], dtype=torch.int32, device=self.table.device)
+        is_own = self.rows[:, None] == rows
+        return (is_own[:, :, None, None] & self._visible[:, None]).flatten(1)[None]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ compute dtype where the reference implementation (transformers' Llama) rounds it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +22,16 @@ from torch.nn import functional as F
 
 from llama_artifacts.manifest import Numerics
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.model import fp8, rope, threefry
+from llama_export.model import fp8, generation, rope
 from llama_export.model.attention import (
     CachedRows,
     Context,
-    Looped,
     Mixed,
     OwnKeys,
     Paged,
     State,
-    write_rows,
 )
-from llama_export.model.loop import flat, loop, pairs
-
-MIN_TEMPERATURE = 1e-5
-"""Sampling at less than this is greedy."""
+from llama_export.model.generation import drawn, likeliest
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 """Name of the table of inverse frequencies among the weights."""
@@ -296,7 +291,7 @@ class Llama(nn.Module):
         states: Sequence[State],
     ) -> Tensor:
         """Logits [rows, V] at packed index last[r]; token p of [P] is kept at pool slot slots[p]."""
-        context = Paged(positions, slots, rows, table, self.form.is_fused)
+        context = Paged(positions, slots, rows, table, _page_len(states), self.form.is_fused)
         return self._head(self._hidden(tokens, context, states)[last.long()])
 
     def step_paged(
@@ -312,7 +307,7 @@ class Llama(nn.Module):
         states: Sequence[State],
     ) -> Tensor:
         """Logits [2 * rows, V]: `prefill_paged` and `decode_paged` in one call, prompts first."""
-        prompt = Paged(positions, slots, rows, table, self.form.is_fused)
+        prompt = Paged(positions, slots, rows, table, _page_len(states), self.form.is_fused)
         step = self._paged_step(step_positions, table, states)
         return self._mixed_step(
             tokens, last, step_tokens, Mixed(prompt, step, tokens.shape[0]), states
@@ -322,7 +317,7 @@ class Llama(nn.Module):
         self, token: Tensor, pos: Tensor, states: Sequence[State], *, steps: int
     ) -> Tensor:
         """Greedy tokens [B, steps] after token [B, 1] at position pos."""
-        return self._generate(token, pos, states, steps, lambda _, logits: logits.argmax(-1))[0]
+        return self._generate(token, pos, states, steps, choose=likeliest)[0]
 
     def sample(
         self,
@@ -339,15 +334,8 @@ class Llama(nn.Module):
         Step i draws with key number i of `threefry.split`, row b and token t with word b * V + t
         of its bits. A temperature below 1e-5 is greedy.
         """
-
-        def draw(step: Tensor, logits: Tensor) -> Tensor:
-            shape = (logits.shape[0], logits.shape[1])
-            words = threefry.split((key[0], key[1]), step)
-            noise = threefry.gumbel(threefry.bits(words, shape))
-            scores = logits.float() / temperature.clamp(min=MIN_TEMPERATURE) + noise
-            return torch.where(temperature < MIN_TEMPERATURE, logits.float(), scores).argmax(-1)
-
-        return self._generate(token, pos, states, steps, draw)[0]
+        settings = (key, temperature)
+        return self._generate(token, pos, states, steps, choose=drawn, settings=settings)[0]
 
     def generate_until(
         self, token: Tensor, pos: Tensor, eos: Tensor, states: Sequence[State], *, max_new: int
@@ -356,9 +344,11 @@ class Llama(nn.Module):
 
         Ends when every row has produced eos, which counts as a token of its row.
         """
-        return self._generate(
-            token, pos, states, max_new, lambda _, logits: logits.argmax(-1), eos=eos
-        )
+        return self._generate(token, pos, states, max_new, choose=likeliest, end=eos)
+
+    def step_logits(self, token: Tensor, context: Context) -> Tensor:
+        """Logits [B, V] after one token a row [B, 1], in a loop's context."""
+        return self._head(self._hidden(token, context)[:, -1])
 
     def hidden_packed(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         """The stream [P, H] after the final norm; a token sees its own segment up to itself."""
@@ -393,58 +383,14 @@ class Llama(nn.Module):
         return _linear(x, self.model.embed_tokens.weight, None, self.form)
 
     def _generate(
-        self,
-        token: Tensor,
-        pos: Tensor,
-        states: Sequence[State],
-        num_steps: int,
-        choose: Callable[[Tensor, Tensor], Tensor],
-        *,
-        eos: Tensor | None = None,
+        self, token: Tensor, pos: Tensor, states: Sequence[State], num_steps: int, **choice: Any
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, num_steps] and count [B] int32; the states are written once, after the loop.
-
-        `choose` makes the tokens [B] of the number of the step and logits [B, V].
-        """
-        num_rows, device = token.shape[0], token.device
         start = self._start(pos, num_steps, _capacity(states))
         # One key too many, hidden, so that there is a past at position 0.
         num_past = _capacity(states) if start is None else start + 1
-        past = [(keys[:, :, :num_past], values[:, :, :num_past]) for keys, values in states]
-        seen = _arange(num_past, token) < pos
-        order = torch.arange(num_steps, device=device)
-        width = (num_rows, past[0][0].shape[1], num_steps, past[0][0].shape[3])
-
-        def is_going(step: Tensor, done: Tensor, *_: Tensor) -> Tensor:
-            return (step < num_steps) & ~done.all()
-
-        def advance(
-            step: Tensor, done: Tensor, count: Tensor, token: Tensor, tokens: Tensor, *own: Tensor
-        ) -> tuple[Tensor, ...]:
-            positions = (pos + step).int().reshape(1, 1)
-            context = Looped(positions, past, seen, pairs(own), step, self.form.is_fused)
-            logits = self._head(self._hidden(token, context)[:, -1])
-            token = choose(step, logits).int()[:, None]
-            tokens = torch.where((order == step) & ~done[:, None], token, tokens)
-            count = count + (~done).int()
-            done = done | (token[:, 0] == (-1 if eos is None else eos))
-            return (step + 1, done, count, token, tokens, *flat(context.kept))
-
-        begin = (
-            torch.zeros((), dtype=torch.int64, device=device),
-            torch.zeros(num_rows, dtype=torch.bool, device=device),
-            torch.zeros(num_rows, dtype=torch.int32, device=device),
-            token.clone(),
-            torch.zeros(num_rows, num_steps, dtype=torch.int32, device=device),
-            *(torch.zeros(width, dtype=tensor.dtype, device=device) for tensor in flat(states)),
+        return generation.generate(
+            self, token, pos, num_past, states, num_steps=num_steps, **choice
         )
-        _, _, count, _, tokens, *own = loop(is_going, advance, begin)
-        # What a row computed after its end goes to scratch.
-        positions = torch.where(order < count[:, None], pos + order, _capacity(states) - 1)
-        rows = torch.arange(num_rows, device=device)[:, None]
-        for state, new in zip(flat(states), own, strict=True):
-            write_rows(state, new.transpose(1, 2), rows, positions)
-        return tokens, count
 
     def _mixed_step(
         self,
@@ -472,12 +418,12 @@ class Llama(nn.Module):
         return self._rows(positions[:, None], furthest, 1, states)
 
     def _paged_step(self, positions: Tensor, table: Tensor, states: Sequence[State]) -> Paged:
-        page_len = states[0][0].shape[2]
+        page_len = _page_len(states)
         page = table.gather(1, (positions.clamp(min=0) // page_len).long()[:, None])[:, 0]
         slots = page * page_len + positions.clamp(min=0) % page_len
         # Idle rows, at position -1, write into page 0 and see one key, so that nothing is NaN.
         slots = torch.where(positions < 0, 0, slots)
-        return Paged(positions.clamp(min=0), slots, None, table, self.form.is_fused)
+        return Paged(positions.clamp(min=0), slots, None, table, page_len, self.form.is_fused)
 
     def _num_keys(self, first: Tensor, num_new: int, capacity: int) -> Any:
         start = self._start(first, num_new, capacity)
@@ -498,6 +444,10 @@ def _arange(size: Any, like: Tensor) -> Tensor:
 
 
 def _capacity(states: Sequence[State]) -> int:
+    return states[0][0].shape[2]
+
+
+def _page_len(states: Sequence[State]) -> int:
     return states[0][0].shape[2]
 
 
