@@ -241,9 +241,14 @@ class Manifest:
         return tuple(dict.fromkeys(program.entry for program in self.programs))
 
 
+def file_stem(entry: str) -> str:
+    """How the names of an entry's files begin: `generate-32` for `generate<32>`."""
+    return entry.replace("<", "-").removesuffix(">")
+
+
 def vectors_name(entry: str) -> str:
-    """The file with an entry's test vectors, `generate-32` standing for `generate<32>`."""
-    return f"{entry.replace('<', '-').removesuffix('>')}.vectors.safetensors"
+    """The file with an entry's test vectors."""
+    return f"{file_stem(entry)}.vectors.safetensors"
 
 
 def to_json(manifest: Manifest) -> bytes:

@@ -31,9 +31,6 @@ from llama_export.model.llama import Formulation, Llama
 # Example sizes: at least 2, and such that no two sizes of one program are equal by accident.
 _EXAMPLE_SIZES = (3, 5, 7, 11, 13, 2)
 
-_ARGUMENTS = {"Steps": "steps", "MaxNew": "max_new"}
-"""What the model's methods call the sizes that an entry's name fixes."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -106,8 +103,7 @@ def _module(job: Job, returns_states: bool) -> torch.nn.Module:
     }
     llama.load_state_dict(fakes, strict=True, assign=True)
     llama.requires_grad_(False)
-    counts = {_ARGUMENTS[size]: count for size, count in job.spec.counts.items()}
-    entry = functools.partial(getattr(llama, job.spec.method), **counts)
+    entry = functools.partial(getattr(llama, job.spec.method), **job.spec.arguments)
 
     @functools.wraps(entry)  # export reads the names of the arguments
     def with_states(*args: Any) -> Any:

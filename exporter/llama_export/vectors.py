@@ -17,7 +17,7 @@ import torch
 
 from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Manifest, Program, vectors_name
-from llama_artifacts.signature import Signature, resolve
+from llama_export.entries import registry
 from llama_export.laws.bench import is_generating, is_known, num_rows, random_sequences
 from llama_export.laws.calls import prepare
 from llama_export.laws.draws import noise
@@ -48,8 +48,6 @@ NUM_BEGINNINGS, NUM_SURE = 64, 4
 SAFE_SHARE = 0.25
 """A token is expected where its lead over the next is at least this share of the limit."""
 
-_SIZES = {"generate": "steps", "sample": "steps", "generate_until": "max_new"}
-
 
 def write_vectors(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """Writes the vectors of each entry into the folder; their names."""
@@ -68,12 +66,9 @@ def write_vectors(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 class _EagerProgram:
     """An entry as the eager model computes it; see `llama_runtime.programs.base.Program`."""
 
-    def __init__(self, model: Llama, entry: str, signature: Signature) -> None:
-        method = getattr(model, kind(entry))
-        if kind(entry) in _SIZES:
-            count = resolve(signature.outputs[0].shape, {})[1]
-            method = functools.partial(method, **{_SIZES[kind(entry)]: count})
-        self._method = method
+    def __init__(self, model: Llama, entry: str) -> None:
+        spec = registry.find(entry)
+        self._method = functools.partial(getattr(model, spec.method), **spec.arguments)
 
     def run(
         self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
@@ -97,7 +92,7 @@ def stand_in(program: Program, model: Llama) -> Entry:
             for spec in signature.outputs
         ),
     )
-    eager = _EagerProgram(model, program.entry, wide)
+    eager = _EagerProgram(model, program.entry)
     return Entry(replace(program, signature=wide, dtype="f32"), eager, torch.device("cpu"))
 
 

@@ -14,7 +14,9 @@ import ctypes, signal, subprocess, sys, time, types
 from pathlib import Path
 from llama_artifacts.bundle import staging
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the test's own parent may ignore it
+# The test's own parent may ignore them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def build(recipe, *, reporter):
     with staging(recipe.output) as folder, reporter.step("work"):

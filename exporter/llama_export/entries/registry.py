@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llama_artifacts.errors import BuildError
+from llama_artifacts.manifest import file_stem
 from llama_artifacts.signature import (
     Bounds,
     Dim,
@@ -193,9 +194,14 @@ class EntrySpec:
         return self.name.partition("<")[0]
 
     @property
+    def arguments(self) -> dict[str, int]:
+        """What the method takes for the size that the name fixes: `{"steps": 32}`."""
+        return {_ARGUMENTS[size]: count for size, count in self.counts.items()}
+
+    @property
     def stem(self) -> str:
         """The name as part of a file name: `generate-32`."""
-        return self.name.replace("<", "-").removesuffix(">")
+        return file_stem(self.name)
 
     def sized(self, sizes: Sizes) -> EntrySpec:
         """The entry with the number that its name leaves open, if it does.
@@ -203,7 +209,9 @@ class EntrySpec:
         Raises:
             BuildError: more tokens than a state holds.
         """
-        open_size = next((size for size in COUNTS if self.name == f"{self.method}<{size}>"), None)
+        open_size = next(
+            (size for size in _ARGUMENTS if self.name == f"{self.method}<{size}>"), None
+        )
         spec = self if open_size is None else _counted(self, open_size, sizes.named()[open_size])
         for size, count in spec.counts.items():
             if count > sizes.max_seq - 1:
@@ -250,8 +258,8 @@ class EntrySpec:
             )
 
 
-COUNTS = ("Steps", "MaxNew")
-"""Sizes that an entry's name can fix."""
+_ARGUMENTS = {"Steps": "steps", "MaxNew": "max_new"}
+"""Sizes that an entry's name can fix, and what the model's methods call them."""
 
 
 def _counted(spec: EntrySpec, size: str, count: int) -> EntrySpec:
