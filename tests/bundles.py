@@ -125,7 +125,11 @@ def sample_manifest(**changes: Any) -> Manifest:
         ),
         checks=(Check("parity", "decode", "pt2", 1.5e-05, 2e-04),),
         files={name: describe(content) for name, content in CONTENTS.items()},
-        weights_header=hashlib.sha256(_header(CONTENTS["weights.safetensors"])).hexdigest(),
+        weights_headers={
+            "weights.safetensors": hashlib.sha256(
+                _header(CONTENTS["weights.safetensors"])
+            ).hexdigest()
+        },
     )
     return dataclasses.replace(manifest, **changes)
 

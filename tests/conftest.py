@@ -12,6 +12,7 @@ from filelock import FileLock
 import llama_runtime
 from llama_artifacts.manifest import FORMATS
 from llama_export.build import build
+from llama_export.cache import ProgramCache
 from llama_export.recipe import Recipe
 from tests.tiny import write_tiny
 
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cache of programs of this session of tests, not the user's."""
+    os.environ["LLAMA_EXPORT_CACHE"] = str(shared_folder(tmp_path_factory) / "cache")
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama in float32 with grouped heads and a tokenizer."""
@@ -50,7 +57,7 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
             recipe = Recipe(
                 str(tiny_checkpoint), output, ALL_ENTRIES, max_seq=TINY_MAX_SEQ, batch=TINY_BATCH
             )
-            build(recipe)
+            build(recipe, cache=ProgramCache())
     return output
 
 
@@ -65,7 +72,7 @@ def short_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     """One row of 16 positions, `prefill` and `decode` as pt2. Do not write into it."""
     output = tmp_path_factory.mktemp("bundle") / "short"
     recipe = Recipe(str(tiny_checkpoint), output, ("prefill", "decode"), ("pt2",), max_seq=16)
-    return build(recipe).folder
+    return build(recipe, cache=ProgramCache()).folder
 
 
 @pytest.fixture(scope="session")
@@ -99,5 +106,5 @@ def tiny_packed_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathF
                 steps=TINY_STEPS,
                 max_new=TINY_STEPS,
             )
-            build(recipe)
+            build(recipe, cache=ProgramCache())
     return output

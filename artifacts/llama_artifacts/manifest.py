@@ -18,6 +18,7 @@ from llama_artifacts.strict_json import json_type, parse_object, shown
 
 FILE_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.safetensors"
+VECTORS_SUFFIX = ".vectors.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
@@ -28,6 +29,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
 Numerics = Literal["exact", "fast"]
+WeightsMode = Literal["copy", "link", "reference", "none"]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._<>+=,-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEMA = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
@@ -171,9 +173,13 @@ class Manifest:
         schema: version of this format, `major.minor`.
         name: short name of the model.
         toolchain: versions of what built the bundle, by package.
-        weights: `copy` (the bundle holds them) or `none` (programs only; they cannot run).
-        weights_header: SHA-256 of the weights file up to its data: names, dtypes, shapes and
-            places. A runtime checks it, since native code trusts them; None without weights.
+        weights: `copy` (the bundle holds them in one file of its own), `link` (in the
+            checkpoint's files, untouched), `reference` (in the checkpoint's files, which are
+            elsewhere) or `none` (programs only; they cannot run).
+        weights_headers: for each safetensors file with weights, the SHA-256 of its bytes up to the
+            data: names, dtypes, shapes and places. A runtime checks them, since native code
+            trusts them. Of a tensor in two files, the one in `weights.safetensors` counts.
+        referenced: size and digest of the files with weights that are not in the bundle.
         max_seq: positions a state holds; the last one is scratch.
         batch: rows of the `rows` states.
         tokenizer: `tokenizers` (a tokenizer.json) or None (token ids only).
@@ -189,7 +195,7 @@ class Manifest:
     dtype: str
     max_seq: int
     batch: int
-    weights: Literal["copy", "none"]
+    weights: WeightsMode
     tokenizer: Literal["tokenizers"] | None
     has_chat_template: bool
     stop_tokens: tuple[int, ...]
@@ -197,26 +203,28 @@ class Manifest:
     programs: tuple[Program, ...]
     checks: tuple[Check, ...]
     files: dict[str, File]
-    weights_header: str | None = None
+    weights_headers: dict[str, str]
+    referenced: dict[str, File] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from_name(self.dtype)
-        if self.weights == "copy" and self.weights_header is None:
-            raise ValueError("`weights_header` is missing")
-        if self.weights_header is not None and not _SHA256.fullmatch(self.weights_header):
-            message = f"expected 64 hexadecimal digits, got {shown(self.weights_header)}"
-            raise ValueError(f"`weights_header`: {message}")
+        for name, digest in self.weights_headers.items():
+            if not _SHA256.fullmatch(digest):
+                message = f"expected 64 hexadecimal digits, got {shown(digest)}"
+                raise ValueError(f"`weights_headers.{name}`: {message}")
         for name, size in (("max_seq", self.max_seq), ("batch", self.batch)):
             if size < 1:
                 raise ValueError(f"expected `{name}` of at least 1, got {size}")
         if min(self.stop_tokens, default=0) < 0:
             raise ValueError(f"expected stop tokens of at least 0, got {min(self.stop_tokens)}")
         self._check_files()
+        self._check_weights()
 
     def _check_files(self) -> None:
-        for name in self.files:
-            if not _FILE_NAME.fullmatch(name) or name == FILE_NAME:
-                raise ValueError(f"expected a plain file name in `files`, got {shown(name)}")
+        for key, names in (("files", self.files), ("referenced", self.referenced)):
+            for name in names:
+                if not _FILE_NAME.fullmatch(name) or name == FILE_NAME:
+                    raise ValueError(f"expected a plain file name in `{key}`, got {shown(name)}")
         for program in self.programs:
             if program.file not in self.files:
                 raise ValueError(f"program file {shown(program.file)} is not listed in `files`")
@@ -229,12 +237,28 @@ class Manifest:
                     f"variant {shown(program.label)} in {program.format} has no general program"
                 )
         for is_needed, name in (
-            (self.weights == "copy", WEIGHTS_NAME),
             (self.tokenizer is not None, TOKENIZER_NAME),
             (self.has_chat_template, CHAT_TEMPLATE_NAME),
         ):
             if is_needed and name not in self.files:
                 raise ValueError(f"`{name}` is not listed in `files`")
+
+    def _check_weights(self) -> None:
+        held, elsewhere = set(self.weights_headers), set(self.referenced)
+        if both := sorted(elsewhere & set(self.files)):
+            raise ValueError(f"{shown(both[0])} is in `files` and in `referenced`")
+        if odd := sorted(elsewhere - held) or sorted(held - elsewhere - set(self.files)):
+            where = "`weights_headers`" if odd[0] in elsewhere else "`files`"
+            raise ValueError(f"weights file {shown(odd[0])} is not listed in {where}")
+        is_right = {
+            "copy": held == {WEIGHTS_NAME} and not elsewhere,
+            "link": bool(held) and not elsewhere,
+            "reference": bool(elsewhere),
+            "none": not held and not elsewhere,
+        }
+        if not is_right[self.weights]:
+            listed = ", ".join(map(shown, sorted(held))) or "none"
+            raise ValueError(f"weights `{self.weights}` cannot have these weights files: {listed}")
 
     def entries(self) -> tuple[str, ...]:
         """Names of the entries, each once, in the order of the programs."""
@@ -248,7 +272,7 @@ def file_stem(entry: str) -> str:
 
 def vectors_name(entry: str) -> str:
     """The file with an entry's test vectors."""
-    return f"{file_stem(entry)}.vectors.safetensors"
+    return file_stem(entry) + VECTORS_SUFFIX
 
 
 def to_json(manifest: Manifest) -> bytes:

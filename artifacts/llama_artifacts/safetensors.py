@@ -7,6 +7,7 @@ hole, no byte too many. Nothing in the file is believed before it is checked.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def read_header(
     header = parse_header(text, where=path, error=error)
     _check_size(header, file_bytes, where=path, error=error, headers_only=headers_only)
     return header
+
+
+def header_digest(path: Path) -> str:
+    """The SHA-256, in hexadecimal, of a file's bytes up to its data.
+
+    Raises:
+        CheckpointError: as `read_header`.
+    """
+    num_bytes = read_header(path, headers_only=True).data_start
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(num_bytes)).hexdigest()
 
 
 def parse_header(text: bytes, *, where: object, error: type[LlamaExportError]) -> Header:

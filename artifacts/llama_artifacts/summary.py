@@ -5,14 +5,14 @@ It reads the manifest only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.codec import encode
-from llama_artifacts.manifest import WEIGHTS_NAME, Manifest, Program, Target
+from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Program, Target
 from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec, show
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -100,7 +100,6 @@ def tables(bundle: Bundle) -> tuple[Table, ...]:
 def to_dict(bundle: Bundle) -> dict[str, Any]:
     """Everything above as JSON values; sizes in bytes."""
     manifest = bundle.manifest
-    weights = manifest.files.get(WEIGHTS_NAME)
     return {
         "name": manifest.name,
         "schema": manifest.schema,
@@ -111,7 +110,11 @@ def to_dict(bundle: Bundle) -> dict[str, Any]:
         "usable_positions": manifest.max_seq - 1,
         "batch": manifest.batch,
         "bytes": sum(file.bytes for file in manifest.files.values()),
-        "weights": {"mode": manifest.weights, "bytes": weights.bytes if weights else 0},
+        "weights": {
+            "mode": manifest.weights,
+            "bytes": sum(file.bytes for file in _held_weights(manifest)),
+            "referenced_bytes": sum(file.bytes for file in manifest.referenced.values()),
+        },
         "tokenizer": manifest.tokenizer,
         "has_chat_template": manifest.has_chat_template,
         "stop_tokens": list(manifest.stop_tokens),
@@ -179,7 +182,21 @@ def _source(manifest: Manifest) -> str:
 def _weights(manifest: Manifest) -> str:
     if manifest.weights == "none":
         return "none: the programs cannot run without them"
-    return f"{show_bytes(manifest.files[WEIGHTS_NAME].bytes)} in {WEIGHTS_NAME}"
+    held = sum(file.bytes for file in _held_weights(manifest))
+    if manifest.weights == "reference":
+        elsewhere = sum(file.bytes for file in manifest.referenced.values())
+        where = f"not here: {show_bytes(elsewhere)} in {_listed(manifest.referenced)}"
+        return f"{where} of the checkpoint; {show_bytes(held)} in {WEIGHTS_NAME}"
+    return f"{show_bytes(held)} in {_listed(manifest.weights_headers)}"
+
+
+def _held_weights(manifest: Manifest) -> list[File]:
+    return [file for name, file in manifest.files.items() if name in manifest.weights_headers]
+
+
+def _listed(names: Collection[str]) -> str:
+    first = sorted(names)[0]
+    return first if len(names) == 1 else f"{len(names)} files, {first} and others"
 
 
 def _tokenizer(manifest: Manifest) -> str:

@@ -1,7 +1,8 @@
-"""The bundle's weights file: plain safetensors in an order that programs can bind without copies."""
+"""The bundle's weights: a file in an order that programs can bind without copies, or the checkpoint's."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_artifacts.dtypes import from_name
-from llama_artifacts.errors import BuildError
+from llama_artifacts.errors import BuildError, ChoiceError
+from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME
 from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import SCALE
-from llama_export.checkpoint.source import Checkpoint, TensorInfo
+from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies
 from llama_export.trace import torch_dtype
@@ -38,29 +40,44 @@ _PLACES = {
     for group, modules in enumerate(_LAYER_ORDER)
     for place, module in enumerate(modules)
 }
+_FICLONE = 0x40049409
+"""Of ioctl_ficlone(2): the files share their blocks until one of them is written to."""
 _MAX_F16 = 65504.0
 _NAN_CODE = 0x7F
 """Of E4M3, without its sign."""
 
 
 @dataclass(frozen=True)
-class WeightsPlan:
-    """Which tensors the file holds, in file order, and where.
+class Extent:
+    """Where a tensor's bytes are: in which file, from which byte, how many."""
 
-    Attributes:
-        tensors: dtype and shape by name, in file order.
-        offsets: byte offset from the beginning of the file, and length, by name.
-        header: the file's first bytes, up to the data.
-        num_bytes: size of the whole file.
-    """
-
-    tensors: Mapping[str, TensorInfo]
-    offsets: Mapping[str, tuple[int, int]]
-    header: bytes
+    file: str
+    start: int
     num_bytes: int
 
 
-def plan_weights(checkpoint: Checkpoint, *, compute: str, keeps_stored: bool) -> WeightsPlan:
+@dataclass(frozen=True)
+class WeightsPlan:
+    """Which tensors the weights are, and where.
+
+    Attributes:
+        tensors: dtype and shape by name, in the order of the bundle's own file.
+        extents: where each of them is.
+        header: the own file's first bytes, up to the data.
+        num_bytes: size of the whole own file.
+        stored: the checkpoint's files that are used as they are, by name.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    extents: Mapping[str, Extent]
+    header: bytes
+    num_bytes: int
+    stored: Mapping[str, Path]
+
+
+def plan_weights(
+    checkpoint: Checkpoint, *, compute: str, keeps_stored: bool, in_place: bool = False
+) -> WeightsPlan:
     """Lays out the weights of a checkpoint.
 
     Args:
@@ -68,6 +85,10 @@ def plan_weights(checkpoint: Checkpoint, *, compute: str, keeps_stored: bool) ->
         compute: the compute dtype, which quantised tensors take.
         keeps_stored: a tensor that is stored unquantised keeps its dtype; else all take `compute`.
             FP8 weights and their scales stay as they are in any case.
+        in_place: use tensors where they are; the own file holds only what is computed.
+
+    Raises:
+        ChoiceError: `in_place`, but the weights have to be converted.
     """
     kept = ("f32", "f16", "bf16") if keeps_stored else ()
     tensors = {
@@ -79,21 +100,51 @@ def plan_weights(checkpoint: Checkpoint, *, compute: str, keeps_stored: bool) ->
         )
         for name, info in checkpoint.tensors.items()
     }
+    stored = _used_in_place(checkpoint, tensors) if in_place else {}
     tensors[INV_FREQ] = TensorInfo("f32", (checkpoint.config.head_dim // 2,))
     ordered = dict(sorted(tensors.items(), key=lambda item: _sort_key(*item)))
-    sizes = {name: _num_bytes(info) for name, info in ordered.items()}
-    header, start = _header(ordered, sizes)
-    offsets, end = {}, start
+    own = {name: info for name, info in ordered.items() if name not in stored}
+    sizes = {name: _num_bytes(info) for name, info in own.items()}
+    header, start = _header(own, sizes)
+    extents, end = {}, start
     for name, size in sizes.items():
-        offsets[name] = (end, size)
+        extents[name] = Extent(WEIGHTS_NAME, end, size)
         end += size
-    return WeightsPlan(ordered, offsets, header, end)
+    for name, entry in stored.items():
+        place = entry.tensor
+        extents[name] = Extent(entry.path.name, place.start, place.end - place.start)
+    files = {entry.path.name: entry.path for entry in stored.values()}
+    return WeightsPlan(ordered, extents, header, end, files)
+
+
+def _used_in_place(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
+    """The tensors that are stored as they will be bound.
+
+    Few others are left: scales that are spread over rows, an embedding under the head's name.
+    """
+    stored: dict[str, Stored] = {}
+    for name, info in tensors.items():
+        entry = checkpoint.stored(name)
+        if info.dtype != checkpoint.tensors[name].dtype or checkpoint.source.kind == "gguf":
+            raise ChoiceError(
+                f"`{name}` is stored as {checkpoint.tensors[name].dtype} and has to be converted",
+                hint="only --weights copy converts; or take a safetensors checkpoint without --dtype",
+            )
+        if entry is not None:
+            stored[name] = entry
+    for file in {entry.path.name for entry in stored.values()}:
+        if file == WEIGHTS_NAME or file.endswith(VECTORS_SUFFIX):
+            raise ChoiceError(
+                f"the checkpoint's file `{file}` has the name of a file of the bundle",
+                hint="use --weights copy, or rename it",
+            )
+    return stored
 
 
 def write_weights(
     path: Path, plan: WeightsPlan, checkpoint: Checkpoint, *, advance: Callable[[int], None]
 ) -> None:
-    """Writes the file, one tensor in memory at a time.
+    """Writes the bundle's own file, one tensor in memory at a time.
 
     Raises:
         BuildError: a value does not fit float16, or an FP8 weight holds NaN.
@@ -101,6 +152,8 @@ def write_weights(
     with path.open("xb") as file:
         file.write(plan.header)
         for name, info in plan.tensors.items():
+            if plan.extents[name].file != WEIGHTS_NAME:
+                continue
             tensor = _value(checkpoint, name)
             converted = tensor.to(torch_dtype(info.dtype)).contiguous()
             if info.dtype == "f16" and tensor.dtype != converted.dtype:
@@ -108,7 +161,42 @@ def write_weights(
             if info.dtype == E4M3:
                 _check_codes(name, converted)
             file.write(converted.reshape(-1).view(torch_dtype("u8")).numpy().tobytes())
-            advance(plan.offsets[name][1])
+            advance(plan.extents[name].num_bytes)
+
+
+def check_stored(plan: WeightsPlan, checkpoint: Checkpoint) -> None:
+    """Looks through FP8 weights that are used where they are.
+
+    Raises:
+        BuildError: one holds NaN.
+    """
+    for name, info in plan.tensors.items():
+        if info.dtype == E4M3 and plan.extents[name].file != WEIGHTS_NAME:
+            _check_codes(name, checkpoint.read(name))
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Makes `target` the same file as `source` without copying its data: a reflink or a hard link.
+
+    Raises:
+        BuildError: the file systems differ, or cannot do either.
+    """
+    source = source.resolve()
+    try:
+        with source.open("rb") as old, target.open("xb") as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+    except OSError:
+        target.unlink(missing_ok=True)
+    else:
+        return
+    try:
+        target.hardlink_to(source)
+    except OSError as cause:
+        raise BuildError(
+            f"cannot be linked into the bundle: {cause.strerror}",
+            where=source,
+            hint="put the bundle on the checkpoint's file system with -o, or use --weights copy",
+        ) from cause
 
 
 def _value(checkpoint: Checkpoint, name: str) -> torch.Tensor:

@@ -86,6 +86,7 @@ def perplexities(
     stride: int | None = None,
     format: Format | None = None,
     device: str = "cpu",
+    weights_dir: Path | None = None,
     reporter: Reporter | None = None,
 ) -> tuple[Perplexity, ...]:
     """Scores one text with several bundles, all with the same windows.
@@ -101,6 +102,7 @@ def perplexities(
         stride: 1 to window - 1; None: half the window.
         format: of the programs; None: the fastest that fits this machine.
         device: `cpu`, `cuda` or `cuda:N`.
+        weights_dir: the checkpoint's folder, for bundles that refer to their weights.
         reporter: told about each bundle.
 
     Raises:
@@ -111,7 +113,10 @@ def perplexities(
     reporter = reporter or Reporter()
     if not text:
         raise InputError("expected a text, got an empty one", where="text", hint=_MORE_TEXT)
-    bundles = [llama_runtime.load(folder, device=device, format=format) for folder in folders]
+    bundles = [
+        llama_runtime.load(folder, device=device, format=format, weights_dir=weights_dir)
+        for folder in folders
+    ]
     largest = min(_largest_window(bundle) for bundle in bundles)
     window = min(MAX_DEFAULT_WINDOW, largest) if window is None else window
     if not MIN_WINDOW <= window <= largest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llama_artifacts.manifest import FORMATS, Format, Numerics
+from llama_artifacts.manifest import FORMATS, Format, Numerics, WeightsMode
 from llama_export.entries.registry import DEFAULT_ROWS
 
 DEFAULT_ENTRIES = ("prefill", "decode")
@@ -36,10 +36,13 @@ class Recipe:
             format; None: those of `DEFAULT_VARIANTS` whose entry is built.
         dtype: compute dtype `bf16`, `f16` or `f32`; None: the checkpoint's.
         device: `cpu` or `cuda`.
-        weights: `copy` them into the bundle, or `none`: programs only.
+        weights: `copy` them into the bundle; `link` the checkpoint's files into it, untouched;
+            `reference` them: the manifest names and pins them; or `none`: programs only.
         isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
         numerics: how products with FP8 weights are computed: `exact`, or `fast`.
         num_layers: use only so many of the checkpoint's first layers; None: all.
+        jobs: processes that make programs at the same time; None: as many as cores and memory
+            allow. Scripts that ask for several must be importable (`if __name__ == "__main__"`).
     """
 
     model: str
@@ -56,7 +59,8 @@ class Recipe:
     variants: tuple[str, ...] | None = None
     dtype: Literal["bf16", "f16", "f32"] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    weights: Literal["copy", "none"] = "copy"
+    weights: WeightsMode = "copy"
     isa: Literal["avx2", "avx512"] | None = None
     numerics: Numerics = "exact"
     num_layers: int | None = None
+    jobs: int | None = 1

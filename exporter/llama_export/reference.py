@@ -16,14 +16,15 @@ import torch
 
 from llama_artifacts.bundle import Bundle, check_digest, open_bundle
 from llama_artifacts.errors import CompatibilityError, IntegrityError
-from llama_artifacts.manifest import WEIGHTS_NAME, Format, Manifest
+from llama_artifacts.manifest import Format, Manifest
 from llama_artifacts.strict_json import parse_object
 from llama_export.laws.bench import Bench
-from llama_export.laws.oracle import Oracle
+from llama_export.laws.oracle import Oracle, network_weights
 from llama_export.model.llama import INV_FREQ
 from llama_export.report import Reporter
 from llama_export.verify import CheckResult, check_against
-from llama_runtime.weights import map_weights
+from llama_runtime.places import find_weights
+from llama_runtime.weights import bundle_weights
 
 if TYPE_CHECKING:
     import transformers
@@ -75,7 +76,9 @@ class Reference:
         self.version: str = transformers.__version__
 
     @classmethod
-    def load(cls, folder: Path, *, reporter: Reporter | None = None) -> Reference:
+    def load(
+        cls, folder: Path, *, reporter: Reporter | None = None, weights_dir: Path | None = None
+    ) -> Reference:
         """Loads the model of a bundle.
 
         Digests of the weights are not computed: `verify` does that. The number of layers and
@@ -84,6 +87,7 @@ class Reference:
         Args:
             folder: the bundle.
             reporter: told where the reference had to take the bundle's word.
+            weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
 
         Raises:
             CompatibilityError: `transformers` is not installed or refuses the configuration, or
@@ -93,17 +97,12 @@ class Reference:
         """
         reporter = reporter or Reporter()
         bundle = open_bundle(folder)
-        if bundle.manifest.weights == "none":
-            raise CompatibilityError(
-                "the bundle holds programs without weights",
-                where=folder,
-                hint="build it with --weights copy to compare it",
-            )
+        places = find_weights(bundle, weights_dir=weights_dir)
         library = _transformers()
-        weights = _floats(bundle)
+        weights = _floats(bundle, bundle_weights(bundle.manifest, places))
         inv_freq = weights.pop(INV_FREQ, None)
         if inv_freq is None:
-            raise IntegrityError(f"the weights lack `{INV_FREQ}`", where=bundle.path(WEIGHTS_NAME))
+            raise IntegrityError(f"the weights lack `{INV_FREQ}`", where=folder)
         network, is_own = _network(bundle, reporter)
         model = _build(library, network, bundle)
         _assign(model, weights, bundle)
@@ -165,23 +164,24 @@ def check(
     reporter: Reporter,
     formats: Sequence[Format] | None = None,
     entries: Sequence[str] | None = None,
+    weights_dir: Path | None = None,
 ) -> list[CheckResult]:
     """Compares the bundle with the reference: frequencies, then every program that can run here.
 
     The figures are those of `parity`, with the reference in place of the eager model.
     """
-    own = [_check_inv_freq(folder, reference)] if reference.has_own_inv_freq else []
-    bench = Bench(folder, open_bundle(folder).manifest)
+    bench = Bench(folder, open_bundle(folder).manifest, weights_dir=weights_dir)
+    own = []
+    if reference.has_own_inv_freq:
+        own.append(_check_inv_freq(bench.weights[INV_FREQ], reference.inv_freq))
     oracle = ReferenceOracle(reference, bench)
     return own + check_against(
         LAW, bench, oracle, reporter=reporter, formats=formats, entries=entries
     )
 
 
-def _check_inv_freq(folder: Path, reference: Reference) -> CheckResult:
+def _check_inv_freq(stored: torch.Tensor, expected: torch.Tensor) -> CheckResult:
     """The programs' tokens stand too early to tell frequencies of long wavelength apart."""
-    stored = map_weights(folder / WEIGHTS_NAME)[INV_FREQ]
-    expected = reference.inv_freq
     if stored.shape != expected.shape:
         detail = f"expected {len(expected)} rotary frequencies, got {list(stored.shape)}"
         return CheckResult(LAW, "", "", math.nan, INV_FREQ_LIMIT, False, detail)
@@ -202,15 +202,14 @@ def _transformers() -> Any:
     return transformers
 
 
-def _floats(bundle: Bundle) -> dict[str, torch.Tensor]:
+def _floats(bundle: Bundle, mapped: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every weight in float32; 8-bit codes times their scales, which are no weights themselves."""
-    path = bundle.path(WEIGHTS_NAME)
-    stored = map_weights(path, header_sha256=bundle.manifest.weights_header)
+    stored = network_weights(mapped, bundle.manifest)
     weights = {}
     for name, tensor in stored.items():
         if tensor.dtype == torch.float8_e4m3fn:
             if name + SCALE not in stored:
-                raise IntegrityError(f"the weights lack `{name}{SCALE}`", where=path)
+                raise IntegrityError(f"the weights lack `{name}{SCALE}`", where=bundle.folder)
             weights[name] = tensor.float() * stored[name + SCALE].float()
         elif stored.get(name.removesuffix(SCALE), tensor).dtype != torch.float8_e4m3fn:
             weights[name] = tensor.float()
@@ -296,5 +295,5 @@ def _assign(
     except RuntimeError as cause:
         raise IntegrityError(
             "the weights are not those of the network that transformers builds",
-            where=bundle.path(WEIGHTS_NAME),
+            where=bundle.folder,
         ) from cause

@@ -57,6 +57,7 @@ def write_samples(
     *,
     reporter: Reporter,
     formats: Sequence[Format] | None = None,
+    weights_dir: Path | None = None,
 ) -> tuple[Sample, ...]:
     """Samples the bundle and the reference, and keeps the result in the bundle.
 
@@ -68,6 +69,7 @@ def write_samples(
         reference: over the same weights.
         reporter: told about each sample, and why there is none.
         formats: the first of these is sampled; None: for each entry the fastest that fits.
+        weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
 
     Returns:
         The samples; none where the bundle cannot generate text.
@@ -75,7 +77,7 @@ def write_samples(
     Raises:
         BuildError: the bundle cannot be written.
     """
-    loaded = _loaded(folder, reporter, formats[0] if formats else None)
+    loaded = _loaded(folder, reporter, formats[0] if formats else None, weights_dir)
     if loaded is None:
         return ()
     samples = tuple(_samples(loaded, reference, reporter))
@@ -90,7 +92,9 @@ def write_samples(
     return samples
 
 
-def _loaded(folder: Path, reporter: Reporter, format: Format | None) -> LoadedBundle | None:
+def _loaded(
+    folder: Path, reporter: Reporter, format: Format | None, weights_dir: Path | None
+) -> LoadedBundle | None:
     """The bundle, ready to generate text, or None with a note."""
     manifest = open_bundle(folder).manifest
     if lacking := {"prefill", "decode"} - set(manifest.entries()):
@@ -100,10 +104,9 @@ def _loaded(folder: Path, reporter: Reporter, format: Format | None) -> LoadedBu
         reporter.note("no samples: the bundle has no tokenizer")
         return None
     targets = {p.target.device for p in manifest.programs if p.entry == "decode"}
+    device = "cpu" if "cpu" in targets else "cuda"
     try:
-        loaded = llama_runtime.load(
-            folder, device="cpu" if "cpu" in targets else "cuda", format=format
-        )
+        loaded = llama_runtime.load(folder, device=device, format=format, weights_dir=weights_dir)
         loaded.session()
     except LlamaExportError as error:  # no program that this machine can run, mostly
         reporter.note(f"no samples: {error}")

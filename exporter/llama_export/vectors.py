@@ -30,7 +30,7 @@ from llama_export.laws.generation import (
     scores_along,
 )
 from llama_export.laws.memory import POISON, Memory, new_memory
-from llama_export.laws.oracle import Oracle, load_model
+from llama_export.laws.oracle import Oracle, load_model, network_weights
 from llama_export.laws.registry import kind
 from llama_export.laws.spans import usual
 from llama_export.model.llama import Llama
@@ -49,9 +49,12 @@ SAFE_SHARE = 0.25
 """A token is expected where its lead over the next is at least this share of the limit."""
 
 
-def write_vectors(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+def write_vectors(
+    folder: Path, manifest: Manifest, weights: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
     """Writes the vectors of each entry into the folder; their names."""
-    oracle = Oracle(load_model(folder, manifest), random_sequences(manifest, NUM_TOKENS))
+    model = load_model(network_weights(weights, manifest), manifest, where=folder)
+    oracle = Oracle(model, random_sequences(manifest, NUM_TOKENS))
     names = []
     for entry in manifest.entries():
         programs = [p for p in manifest.programs if p.entry == entry and not p.variant]

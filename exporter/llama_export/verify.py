@@ -20,6 +20,7 @@ from llama_export.laws.oracle import Oracle
 from llama_export.laws.registry import Law
 from llama_export.report import Reporter
 from llama_runtime import vectors
+from llama_runtime.places import find_weights
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def verify(
     laws: Sequence[str] | None = None,
     entries: Sequence[str] | None = None,
     uses_vectors: bool = False,
+    weights_dir: Path | None = None,
 ) -> tuple[CheckResult, ...]:
     """Checks every file's digest, then the laws on every program that this machine can run.
 
@@ -64,22 +66,27 @@ def verify(
         laws: only these; None: all, or none where vectors are used.
         entries: only programs of these; `generate` stands for `generate<32>`; None: all.
         uses_vectors: also holds every program against the bundle's test vectors.
+        weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
 
     Raises:
         ManifestError, IntegrityError: the bundle cannot even be opened.
         VerificationError: a law or an entry does not exist, or a law asked for applies to nothing.
+        CompatibilityError: weights that are elsewhere cannot be had.
     """
     reporter = reporter or Reporter()
-    manifest = open_bundle(folder).manifest
+    bundle = open_bundle(folder)
+    manifest = bundle.manifest
     programs = _chosen(manifest, formats, entries)
     asked = () if laws is None and uses_vectors else laws
     chosen = registry.LAWS if asked is None else registry.find(asked)
     results = [_integrity(folder, reporter)]
     if results[0].passed and manifest.weights != "none":
-        found = list(_run(Bench(folder, manifest), chosen, programs, reporter))
+        find_weights(bundle, weights_dir=weights_dir)
+        bench = Bench(folder, manifest, weights_dir=weights_dir)
+        found = list(_run(bench, chosen, programs, reporter))
         results += sorted(found, key=lambda result: registry.NAMES.index(result.law))
         if uses_vectors:
-            results += _vectors(folder, manifest, programs, reporter)
+            results += _vectors(bench, programs, reporter)
     for name in laws or ():
         if results[0].passed and name not in {result.law for result in results}:
             raise VerificationError(
@@ -90,8 +97,15 @@ def verify(
     return tuple(results)
 
 
-def check_programs(folder: Path, *, reporter: Reporter) -> tuple[Check, ...]:
+def check_programs(
+    folder: Path, *, reporter: Reporter, weights_dir: Path | None = None
+) -> tuple[Check, ...]:
     """Runs every program that this machine can run under the quick laws, for the manifest's record.
+
+    Args:
+        folder: the bundle, or what is going to be one.
+        reporter: told about each check.
+        weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
 
     Raises:
         VerificationError: one is wrong.
@@ -99,7 +113,8 @@ def check_programs(folder: Path, *, reporter: Reporter) -> tuple[Check, ...]:
     manifest = open_bundle(folder).manifest
     quick = tuple(law for law in registry.LAWS if law.is_quick)
     checks = []
-    for result in _run(Bench(folder, manifest), quick, manifest.programs, reporter):
+    bench = Bench(folder, manifest, weights_dir=weights_dir)
+    for result in _run(bench, quick, manifest.programs, reporter):
         if not result.passed:
             raise VerificationError(
                 result.detail,
@@ -176,17 +191,17 @@ def _integrity(folder: Path, reporter: Reporter) -> CheckResult:
 
 
 def _vectors(
-    folder: Path, manifest: Manifest, programs: Sequence[Program], reporter: Reporter
+    bench: Bench, programs: Sequence[Program], reporter: Reporter
 ) -> Iterator[CheckResult]:
     """Every program against the vectors that travel with it, without any model."""
-    if not any(vectors_name(program.entry) in manifest.files for program in programs):
+    if not any(vectors_name(program.entry) in bench.manifest.files for program in programs):
         raise VerificationError(
-            "there are no test vectors", where=folder, hint="build the bundle again"
+            "there are no test vectors", where=bench.folder, hint="build the bundle again"
         )
     wanted = {(program.entry, program.format) for program in programs}
     for device in dict.fromkeys(map(device_of, programs)):
         with reporter.step(f"check vectors on {device}"):
-            results = vectors.check(folder, device=device)
+            results = vectors.check(bench.folder, device=device, weights_dir=bench.weights_dir)
         for found in results:
             if (found.entry, found.format) in wanted:
                 yield CheckResult(

@@ -17,7 +17,6 @@ from llama_artifacts.manifest import (
     CHAT_TEMPLATE_NAME,
     FORMATS,
     TOKENIZER_NAME,
-    WEIGHTS_NAME,
     Format,
     Manifest,
     Program,
@@ -25,13 +24,14 @@ from llama_artifacts.manifest import (
 from llama_runtime import compat
 from llama_runtime.entry import Entry, Variant
 from llama_runtime.generate import Generation, TokenStream
+from llama_runtime.places import find_weights
 from llama_runtime.programs.base import Loading, load_program
 from llama_runtime.programs.base import Program as LoadedProgram
 from llama_runtime.sampling import SamplingParams
 from llama_runtime.session import Session
 from llama_runtime.tokenizer import Tokenizer
 from llama_runtime.trainable import TrainableEntry
-from llama_runtime.weights import map_weights
+from llama_runtime.weights import bundle_weights
 
 # Fastest first; taken in this order where the caller names no format.
 _PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
@@ -48,6 +48,7 @@ def load(
     format: Format | None = None,
     threads: int | None = None,
     allow_native: bool = True,
+    weights_dir: str | os.PathLike[str] | None = None,
 ) -> LoadedBundle:
     """Opens a bundle. Programs are loaded when they are first asked for.
 
@@ -59,12 +60,15 @@ def load(
             leaves it as it is.
         allow_native: False refuses programs that are native code (format aoti), for bundles
             whose origin is not trusted.
+        weights_dir: the checkpoint's folder, for a bundle that refers to its weights; None: the
+            hub's cache, or a download.
 
     Raises:
         ManifestError: the folder holds no sound manifest.
         IntegrityError: a file is missing or has another size than recorded. Digests of programs
-            are checked when they are loaded, that of the weights by `llama-export verify`.
-        CompatibilityError: no such device, or the bundle holds no weights.
+            are checked when they are loaded, that of the weights by `llama-export verify`; weights
+            that are elsewhere are checked here.
+        CompatibilityError: no such device, the bundle has no weights, or they cannot be had.
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"expected one of {', '.join(FORMATS)}, got `{format}`", where="format")
@@ -72,17 +76,12 @@ def load(
     # Programs are opened later, perhaps from another working folder.
     bundle = replace(bundle, folder=bundle.folder.absolute())
     place = _device(device)
-    if bundle.manifest.weights == "none":
-        raise CompatibilityError(
-            "the bundle holds programs without weights",
-            where=bundle.folder,
-            hint="build it with --weights copy to run it",
-        )
+    places = find_weights(bundle, weights_dir=None if weights_dir is None else Path(weights_dir))
     if threads is not None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise InputError(f"expected at least 1, got {threads!r}", where="threads")
         torch.set_num_threads(threads)
-    return LoadedBundle(bundle, place, format, threads, allow_native)
+    return LoadedBundle(bundle, places, place, format, threads, allow_native)
 
 
 class LoadedBundle:
@@ -94,12 +93,14 @@ class LoadedBundle:
     def __init__(
         self,
         bundle: Bundle,
+        places: Mapping[str, Path],
         device: torch.device,
         format: Format | None,
         threads: int | None,
         allow_native: bool,
     ) -> None:
         self._bundle = bundle
+        self._places = places
         self._device = device
         self._format = format
         self._threads = threads
@@ -120,11 +121,10 @@ class LoadedBundle:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every weight by name, on the device; on the CPU a read-only use of the mapped file."""
+        """Every weight by name, on the device; on the CPU a read-only use of the mapped files."""
         with self._lock:
             if self._weights is None:
-                digest = self.manifest.weights_header
-                weights = map_weights(self._bundle.path(WEIGHTS_NAME), header_sha256=digest)
+                weights = bundle_weights(self.manifest, self._places)
                 if self._device.type != "cpu":
                     weights = {name: tensor.to(self._device) for name, tensor in weights.items()}
                 self._weights = weights
@@ -217,6 +217,7 @@ class LoadedBundle:
             weights=self.weights,
             device=self._device,
             threads=self._threads,
+            is_whole=not self.manifest.referenced,
         )
 
     def _fits(self, program: Program) -> bool:

@@ -83,15 +83,19 @@ class VectorResult:
 
 
 def check(
-    folder: Path, *, device: str = "cpu", formats: Sequence[Format] | None = None
+    folder: Path,
+    *,
+    device: str = "cpu",
+    formats: Sequence[Format] | None = None,
+    weights_dir: Path | None = None,
 ) -> tuple[VectorResult, ...]:
     """Runs every program that fits the device and has vectors; not its variants.
 
     Raises:
         ManifestError, IntegrityError: the bundle or a file of vectors is damaged.
-        CompatibilityError: there is no such device, or the bundle holds no weights.
+        CompatibilityError: there is no such device, or there are no weights.
     """
-    bundle = load(folder, device=device)
+    bundle = load(folder, device=device, weights_dir=weights_dir)
     results = []
     for program in bundle.manifest.programs:
         is_wanted = (formats is None or program.format in formats) and not program.variant

@@ -1,16 +1,42 @@
-"""The weights of a bundle: one map of one file, shared by every program."""
+"""The weights of a bundle: one map of each file, shared by every program."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import IntegrityError
+from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
 from llama_artifacts.safetensors import StoredTensor, read_header
+
+
+def bundle_weights(manifest: Manifest, places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Every tensor of a bundle's weights files by name, as `map_weights` gives them.
+
+    Args:
+        manifest: of the bundle.
+        places: where each of its weights files is; see `llama_runtime.places.find_weights`.
+
+    Raises:
+        IntegrityError: a file is not sound safetensors, has another header than the manifest
+            says, or two of the checkpoint's files hold a tensor of the same name.
+    """
+    own: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, digest in sorted(manifest.weights_headers.items()):
+        found = map_weights(places[name], header_sha256=digest)
+        if name == WEIGHTS_NAME:
+            own = found
+        elif both := sorted(found.keys() & weights.keys()):
+            raise IntegrityError(f"holds `{both[0]}`, as another file does", where=places[name])
+        else:
+            weights |= found
+    return weights | own
 
 
 def map_weights(path: Path, *, header_sha256: str | None = None) -> dict[str, torch.Tensor]:

@@ -39,7 +39,13 @@ def test_facts(bundle: Bundle) -> None:
 
 def test_facts_of_a_bundle_that_holds_programs_only(tmp_path: Path) -> None:
     source = Source("hub", "owner/name", "0" * 40)
-    changes = {"weights": "none", "tokenizer": None, "has_chat_template": False, "source": source}
+    changes = {
+        "weights": "none",
+        "weights_headers": {},
+        "tokenizer": None,
+        "has_chat_template": False,
+        "source": source,
+    }
     facts = dict(summary.facts(open_bundle(write_bundle(tmp_path / "b", **changes))))
     assert facts["source"] == f"owner/name (hub) at {'0' * 40}"
     assert facts["weights"].startswith("none")
@@ -110,7 +116,7 @@ def test_the_dict_is_json_and_holds_exact_sizes(bundle: Bundle) -> None:
     found = json.loads(json.dumps(summary.to_dict(bundle), allow_nan=False))
     assert found == summary.to_dict(bundle)
     assert found["bytes"] == sum(map(len, FILES.values()))
-    assert found["weights"] == {"mode": "copy", "bytes": 2000}
+    assert found["weights"] == {"mode": "copy", "bytes": 2000, "referenced_bytes": 0}
     assert found["usable_positions"] == 63
     assert found["model"]["rope"] == "default theta=10000"
     assert [program["bytes"] for program in found["programs"]] == [300, 200, 1_500_000]

@@ -89,7 +89,7 @@ def write_bundle(folder: Path, **changes: Any) -> Path:
             programs=PROGRAMS,
             checks=(Check("parity", "decode", "pt2", 1.25e-6, 2e-4),),
             files={name: describe(stage / name) for name in FILES},
-            weights_header="0" * 64,
+            weights_headers={"weights.safetensors": "0" * 64},
         )
         manifest = dataclasses.replace(manifest, **changes)
         (stage / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty hub cache without a network, and an empty cache of our own."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setenv("LLAMA_EXPORT_CACHE", str(tmp_path / "own"))
     return tmp_path / "hub"
 
 
@@ -115,15 +114,9 @@ class FakeHub:
                 shutil.copyfile(self.made / name, self.snapshot / name)
         return str(self.snapshot)
 
-    def parse_safetensors_file_metadata(
-        self, repository: str, name: str, *, revision: str
-    ) -> SimpleNamespace:
-        assert (repository, revision) == (REPOSITORY, COMMIT)
-        data = (self.made / name).read_bytes()
-        fields = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = fields.pop("__metadata__")
-        tensors = {tensor: SimpleNamespace(**info) for tensor, info in fields.items()}
-        return SimpleNamespace(metadata=metadata, tensors=tensors)
+    def open(self, path: str, mode: str, *, revision: str, block_size: int) -> Any:
+        assert (mode, revision) == ("rb", COMMIT)
+        return (self.made / path.removeprefix(f"{REPOSITORY}/")).open(mode)
 
 
 @pytest.fixture
@@ -133,11 +126,7 @@ def fake(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHu
     (made / "consolidated.safetensors").write_bytes(b"x")
     fake = FakeHub(made, cache / COMMIT)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
-    monkeypatch.setattr(
-        huggingface_hub.HfApi,
-        "parse_safetensors_file_metadata",
-        staticmethod(fake.parse_safetensors_file_metadata),
-    )
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: SimpleNamespace(open=fake.open))
     return fake
 
 
@@ -172,10 +161,11 @@ def test_headers_only_fetches_no_data(fake: FakeHub) -> None:
 
 def test_headers_are_kept_for_the_next_time(fake: FakeHub, tmp_path: Path) -> None:
     first = hub.fetch(REPOSITORY, headers_only=True)
-    assert first.folder.is_relative_to(tmp_path / "own" / "llama-export")
+    assert first.folder.is_relative_to(tmp_path / "own")
     for name in SHARDS:
         header = read_header(first.folder / name, headers_only=True)
-        assert (first.folder / name).stat().st_size == header.data_start
+        data = (first.folder / name).read_bytes()
+        assert data == (fake.made / name).read_bytes()[: header.data_start]
     shutil.rmtree(fake.made)
     assert hub.fetch(REPOSITORY, headers_only=True) == first
     assert not [entry for entry in first.folder.parent.iterdir() if entry.name != COMMIT]

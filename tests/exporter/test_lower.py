@@ -23,6 +23,7 @@ from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import Place, backend
 from llama_export.lower.onnx import IR_VERSION, MIN_ONNXRUNTIME, OPSET
 from llama_export.model.llama import Llama
+from llama_export.pack import Extent
 from llama_export.recipe import Recipe
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags
 from llama_runtime.weights import map_weights
@@ -211,8 +212,11 @@ def test_no_transpose_moves_no_axis(tmp_path: Path, entry: str) -> None:
 def lowered(entry: str, folder: Path) -> onnx.ModelProto:
     """The entry as ONNX, its weights left where no file is."""
     made = job(entry)
-    offsets = {name: (0, 4 * torch.Size(info.shape).numel()) for name, info in made.weights.items()}
-    place = Place("cpu", None, folder, None, torch.empty(0), offsets)
+    extents = {
+        name: Extent("weights.safetensors", 0, 4 * torch.Size(info.shape).numel())
+        for name, info in made.weights.items()
+    }
+    place = Place("cpu", None, folder, None, torch.empty(0), extents)
     return onnx.load(folder / backend("onnx").lower(made, place).file, load_external_data=False)
 
 

@@ -96,7 +96,7 @@ def test_every_tensor_of_whole_lines_starts_on_a_line(
     assert len(plan.header) % ALIGNMENT == 0
     is_odd_before = False
     for name, tensor in map_weights(path).items():
-        start, size = plan.offsets[name]
+        start, size = plan.extents[name].start, plan.extents[name].num_bytes
         assert start % tensor.element_size() == 0
         is_odd = size % ALIGNMENT != 0
         assert is_odd or start % ALIGNMENT == 0
@@ -110,7 +110,7 @@ def test_the_bytes_are_the_sources(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path / "m"))
     data = path.read_bytes()
     for name in checkpoint.tensors:
-        start, size = plan.offsets[name]
+        start, size = plan.extents[name].start, plan.extents[name].num_bytes
         assert data[start : start + size] == checkpoint.read(name).numpy().tobytes()
 
 

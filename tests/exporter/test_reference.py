@@ -247,7 +247,7 @@ def test_weights_without_frequencies(bundle: Path) -> None:
 
 
 def test_a_bundle_without_weights(scaled: tuple[Path, Path], tmp_path: Path) -> None:
-    folder = copied(scaled[1], tmp_path / "b", weights="none", weights_header=None)
+    folder = copied(scaled[1], tmp_path / "b", weights="none", weights_headers={})
     with pytest.raises(CompatibilityError, match="programs without weights"):
         Reference.load(folder)
 

@@ -110,7 +110,10 @@ def sealed_header(bundle: Path) -> None:
     path = bundle / WEIGHTS_NAME
     header = path.read_bytes()[: read_header(path).data_start]
     digest = hashlib.sha256(header).hexdigest()
-    rewrite(bundle, lambda manifest: dataclasses.replace(manifest, weights_header=digest))
+    rewrite(
+        bundle,
+        lambda manifest: dataclasses.replace(manifest, weights_headers={WEIGHTS_NAME: digest}),
+    )
 
 
 def program_file(bundle: Path, entry: str, format: str) -> Path:

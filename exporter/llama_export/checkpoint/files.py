@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_artifacts.errors import CheckpointError, LlamaExportError
-from llama_artifacts.safetensors import StoredTensor, impostor, os_message, read_header
+from llama_artifacts.safetensors import impostor, os_message, read_header
 from llama_artifacts.strict_json import json_type, parse_object, printable, shown
+from llama_export.checkpoint.source import Stored
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -21,14 +21,6 @@ MAX_JSON_BYTES = 256 * 2**20
 COMPARED_BYTES = 4 * 2**20
 
 _PLAIN = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor and the file it lies in."""
-
-    path: Path
-    tensor: StoredTensor
 
 
 def read_bytes(path: Path, *, error: type[LlamaExportError] = CheckpointError) -> bytes:
@@ -118,7 +110,7 @@ def _is_plain(name: str) -> bool:
 
 def _tensors_of(path: Path, *, headers_only: bool) -> dict[str, Stored]:
     header = read_header(path, error=CheckpointError, headers_only=headers_only)
-    return {name: Stored(path, tensor) for name, tensor in header.tensors.items()}
+    return {name: Stored(path, name, tensor) for name, tensor in header.tensors.items()}
 
 
 def _sharded(folder: Path, *, headers_only: bool, notes: list[str]) -> dict[str, Stored]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from llama_artifacts.bundle import describe
 from llama_artifacts.errors import CheckpointError
-from llama_artifacts.manifest import Source
+from llama_artifacts.manifest import File, Source
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.gguf_config import (
@@ -105,6 +106,18 @@ class GgufCheckpoint:
             array = unpermute_rows(array, num_heads)
         result = torch.from_numpy(array)
         return result.view(torch.bfloat16) if tensor.type == "BF16" else result
+
+    @property
+    def has_data(self) -> bool:
+        """Always: the file is opened whole."""
+        return True
+
+    def stored(self, name: str) -> None:
+        """Nowhere: the file is no safetensors."""
+
+    def describe(self, path: Path) -> File:
+        """Size and digest of a file."""
+        return describe(path)
 
     def assets(self) -> dict[str, bytes]:
         """Tokenizer, template and config files in the Hugging Face spelling, by file name."""

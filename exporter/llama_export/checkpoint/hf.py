@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_artifacts.bundle import describe
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CheckpointError, TokenizerError
-from llama_artifacts.manifest import Source
+from llama_artifacts.manifest import File, Source
 from llama_artifacts.strict_json import shown
+from llama_export.checkpoint import hub
 from llama_export.checkpoint.config import (
     HfConfig,
     LlamaConfig,
@@ -22,7 +24,6 @@ from llama_export.checkpoint.config import (
 from llama_export.checkpoint.files import (
     CONFIG,
     GENERATION_CONFIG,
-    Stored,
     is_same,
     is_there,
     locate,
@@ -37,7 +38,7 @@ from llama_export.checkpoint.layout import (
     expected_tensors,
     first_layers,
 )
-from llama_export.checkpoint.source import TensorInfo
+from llama_export.checkpoint.source import Stored, TensorInfo
 from llama_export.checkpoint.tokenizer_files import check_tokenizer, tokenizer_assets
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ class HfCheckpoint:
     tensors: Mapping[str, TensorInfo]
     stop_tokens: tuple[int, ...]
     notes: tuple[str, ...]
+    has_data: bool
     _folder: Path
     _stored: Mapping[str, Stored]
-    _headers_only: bool = False
     _maps: dict[Path, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -83,7 +84,8 @@ class HfCheckpoint:
 
         Args:
             path: the folder.
-            headers_only: accept safetensors files without their data; `read` then fails.
+            headers_only: accept safetensors files without their data; `read` then fails, unless
+                all of it is there.
             num_layers: use only this many of the layers.
             source: where the folder came from; the folder itself where None.
             name: what to call the model; the folder's name where None.
@@ -99,8 +101,9 @@ class HfCheckpoint:
         stored = locate(folder, headers_only=headers_only, notes=notes)
         shapes = {name: entry.tensor.shape for name, entry in stored.items()}
         hf = read_hf_config(values, where=where, shapes=shapes, num_layers=num_layers)
+        has_data = not headers_only or _are_whole(stored)
         stored, ignored = _without_inv_freq(_kept(stored, num_layers))
-        config, stored = _resolve_head(hf.config, stored, headers_only, notes)
+        config, stored = _resolve_head(hf.config, stored, not has_data, notes)
         tensors = {name: _info(entry) for name, entry in stored.items()}
         fp8 = check_fp8(hf.fp8, config, tensors, where=folder)
         tensors = with_row_scales(config, tensors, fp8)
@@ -108,7 +111,7 @@ class HfCheckpoint:
         tensors = {name: tensors[name] for name in expected_tensors(config, fp8)}
         if fp8:
             notes.append(f"{len(fp8)} linear layers are FP8 (E4M3) and stay so in the bundle")
-        notes += _inv_freq_notes(ignored, config, headers_only=headers_only)
+        notes += _inv_freq_notes(ignored, config, headers_only=not has_data)
         dtype = _compute_dtype(hf, tensors, notes, where=folder)
         notes += check_tokenizer(folder, config.vocab_size)
         stop_tokens = _stop_tokens(folder, values, config.vocab_size, notes)
@@ -121,9 +124,9 @@ class HfCheckpoint:
             tensors=tensors,
             stop_tokens=stop_tokens,
             notes=(*hf.notes, *notes),
+            has_data=has_data,
             _folder=folder,
             _stored=stored,
-            _headers_only=headers_only,
         )
 
     def read(self, name: str) -> torch.Tensor:
@@ -131,13 +134,32 @@ class HfCheckpoint:
         if name not in self.tensors:
             raise CheckpointError(f"no tensor {shown(name)}", where=self._folder)
         stored = self._stored[name]
-        if self._headers_only:
+        if not self.has_data:
             message = "opened by header only; the weights are not here"
             raise CheckpointError(message, where=f"{stored.path}#{name}")
         tensor = _mapped(stored, self._map(stored.path, stored.tensor.end))
         if name.endswith(SCALE):
             return tensor.reshape(-1, 1).expand(self.tensors[name].shape)
         return tensor
+
+    def stored(self, name: str) -> Stored | None:
+        """Where the tensor's bytes are, as `read` gives them, under this name; None: nowhere."""
+        stored = self._stored[name]
+        is_plain = stored.name == name and stored.tensor.shape == self.tensors[name].shape
+        return stored if is_plain else None
+
+    def describe(self, path: Path) -> File:
+        """Size and digest of a whole file that `stored` names, also where only its header is here.
+
+        Raises:
+            CheckpointError: the digest cannot be had.
+        """
+        if self.has_data:
+            return describe(path)
+        if self.source.kind != "hub" or self.source.revision is None:
+            message = "cut off after its header: its digest cannot be had"
+            raise CheckpointError(message, where=path, hint="get the whole file")
+        return hub.describe(self.source.name, self.source.revision, path.name)
 
     def assets(self) -> dict[str, bytes]:
         """Tokenizer, template and config files that travel with the bundle, by file name."""
@@ -171,6 +193,13 @@ def _checked_folder(folder: Path) -> Path:
     raise CheckpointError(
         f"not a checkpoint: expected a {CONFIG}, found none", where=folder, hint=hint
     )
+
+
+def _are_whole(stored: Mapping[str, Stored]) -> bool:
+    ends: dict[Path, int] = {}
+    for entry in stored.values():
+        ends[entry.path] = max(ends.get(entry.path, 0), entry.tensor.end)
+    return all(path.stat().st_size >= end for path, end in ends.items())
 
 
 def _kept(stored: dict[str, Stored], num_layers: int | None) -> dict[str, Stored]:

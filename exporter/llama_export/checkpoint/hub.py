@@ -5,8 +5,7 @@ Everything goes through huggingface_hub, so its cache, offline mode, endpoint an
 
 from __future__ import annotations
 
-import json
-import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,12 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_artifacts.errors import CheckpointError
+from llama_artifacts.manifest import File
+from llama_artifacts.places import cache_folder
+from llama_artifacts.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import check_hf_config
 from llama_export.checkpoint.files import CONFIG, INDEX, SINGLE, read_index, read_json, shards
 from llama_export.checkpoint.tokenizer_files import COPIED
 
 SMALL_FILES = (*COPIED, INDEX)
+HEADER_BLOCK = 2**17
+"""Bytes of one request for a header; few headers are longer."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,29 @@ def _weight_files(folder: Path, place: str) -> list[str]:
     return [SINGLE]
 
 
+def describe(repository: str, revision: str, name: str) -> File:
+    """Size and digest of a file of the hub, as the hub tells them.
+
+    Raises:
+        CheckpointError: the hub cannot be reached, or tells no SHA-256 of it.
+    """
+    place = f"{repository}@{revision}"
+    with _hub_errors(repository, place):
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        found = get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
+    if found.size is None or not _SHA256.fullmatch(found.etag or ""):
+        message = f"the hub tells no SHA-256 of {name}"
+        raise CheckpointError(message, where=place, hint="download the checkpoint, and name it")
+    return File(found.size, str(found.etag))
+
+
 # --- headers without data -------------------------------------------------------------------------
 
 
 def _headers_folder(repository: str, snapshot: Snapshot, names: Sequence[str]) -> Path:
     """A folder of our own cache with the small files and each weight file cut after its header."""
-    target = _cache() / "headers" / repository.replace("/", "--") / snapshot.revision
+    target = cache_folder() / "headers" / repository.replace("/", "--") / snapshot.revision
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,27 +113,17 @@ def _headers_folder(repository: str, snapshot: Snapshot, names: Sequence[str]) -
 
 
 def _remote_header(repository: str, revision: str, name: str) -> bytes:
-    """The first bytes of a remote file, up to its data, written anew from what the hub reports."""
-    from huggingface_hub import HfApi
+    """The first bytes of a remote file, up to its data."""
+    from huggingface_hub import HfFileSystem
 
-    metadata = HfApi().parse_safetensors_file_metadata(repository, name, revision=revision)
-    header: dict[str, object] = {
-        tensor: {
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "data_offsets": list(info.data_offsets),
-        }
-        for tensor, info in metadata.tensors.items()
-    }
-    if metadata.metadata:
-        header["__metadata__"] = dict(metadata.metadata)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "llama-export"
+    path = f"{repository}/{name}"
+    with HfFileSystem().open(path, "rb", revision=revision, block_size=HEADER_BLOCK) as file:
+        prefix = file.read(LENGTH_BYTES)
+        num_bytes = int.from_bytes(prefix, "little")
+        if num_bytes > MAX_HEADER_BYTES:
+            message = f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {num_bytes}"
+            raise CheckpointError(message, where=path, hint="this is not a safetensors file")
+        return bytes(prefix + file.read(num_bytes))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from llama_artifacts.manifest import Source
+from llama_artifacts.manifest import File, Source
+from llama_artifacts.safetensors import StoredTensor
 from llama_export.checkpoint.config import LlamaConfig
 
 if TYPE_CHECKING:
@@ -19,6 +21,15 @@ class TensorInfo:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor, the safetensors file it lies in, and its name there."""
+
+    path: Path
+    name: str
+    tensor: StoredTensor
 
 
 class Checkpoint(Protocol):
@@ -39,6 +50,23 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor whole, in its stored dtype; a quantised GGUF tensor as float32."""
+        ...
+
+    @property
+    def has_data(self) -> bool:
+        """Whether `read` can be called; not where only headers were asked for and had."""
+        ...
+
+    def stored(self, name: str) -> Stored | None:
+        """Where the tensor's bytes are, as `read` gives them, under this name; None: nowhere."""
+        ...
+
+    def describe(self, path: Path) -> File:
+        """Size and digest of a whole file that `stored` names, also where only its header is here.
+
+        Raises:
+            CheckpointError: the digest cannot be had.
+        """
         ...
 
     def assets(self) -> dict[str, bytes]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.codec import encode
 from llama_artifacts.manifest import FORMATS
+from llama_artifacts.places import CACHE_VARIABLE
 from llama_artifacts.summary import show_bytes
 from llama_export import presets
 from llama_export.cli import output
@@ -32,7 +32,8 @@ EXAMPLES = (
         "llama-export build llama-3.1-8b-instruct --entry decode --format pt2 --weights none",
     ),
 )
-PROGRAMS, STATES, WHERE = "What to build", "Sizes", "Output and target"
+PROGRAMS, STATES = "What to build", "Sizes"
+WHERE, SPEED = "Output and target", "Speed"
 
 
 class BuildCommand(Command):
@@ -163,10 +164,11 @@ class BuildCommand(Command):
 @option(
     "--weights",
     group=WHERE,
-    type=click.Choice(["copy", "none"]),
+    type=click.Choice(["copy", "link", "reference", "none"]),
     default="copy",
-    help="`copy` puts one copy of the weights into the bundle, for all its programs; `none` builds"
-    " programs only and reads no weight.",
+    help="`copy` puts one copy of the weights into the bundle, for all its programs. `link` puts the"
+    " checkpoint's own safetensors files there, as reflinks or hard links. `reference` names and"
+    " pins them, and a runtime fetches them. `none` builds programs only and reads no weight.",
 )
 @option(
     "--device",
@@ -182,8 +184,40 @@ class BuildCommand(Command):
     show_default="this machine's best",
     help="The instruction set of native CPU code.",
 )
+@option(
+    "--jobs",
+    "-j",
+    group=SPEED,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="what cores and free memory allow",
+    help="Programs to make at the same time, each in a process of its own.",
+)
+@option(
+    "--cache-dir",
+    group=SPEED,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default=f"{CACHE_VARIABLE}, else ~/.cache/llama-export",
+    help="Where programs are kept: one that was made before, of the same things, is copied.",
+)
+@option(
+    "--no-cache",
+    group=SPEED,
+    is_flag=True,
+    show_default=False,
+    help="Make every program, and keep none.",
+)
 @json_option
-def command(*, model: str, as_json: bool, variants: tuple[str, ...], **choices: Any) -> None:
+def command(
+    *,
+    model: str,
+    as_json: bool,
+    variants: tuple[str, ...],
+    cache_dir: Path | None,
+    no_cache: bool,
+    **choices: Any,
+) -> None:
     """Build a bundle from a checkpoint.
 
     MODEL is a checkpoint folder as on the Hugging Face hub (config.json and safetensors), a .gguf
@@ -200,9 +234,11 @@ def command(*, model: str, as_json: bool, variants: tuple[str, ...], **choices: 
     registry.expand(recipe.entries)
 
     from llama_export.build import build
+    from llama_export.cache import ProgramCache
 
+    cache = None if no_cache else ProgramCache(cache_dir)
     with output.reporter() as reporter:
-        result = build(recipe, reporter=reporter)
+        result = build(recipe, reporter=reporter, cache=cache)
     if as_json:
         output.write_json(_result_dict(result))
     else:
@@ -215,15 +251,29 @@ def _result_dict(result: BuildResult) -> dict[str, Any]:
         "bytes": result.bundle_bytes,
         "weights_bytes": result.weights_bytes,
         "seconds": result.seconds,
-        "programs": encode(result.programs),
+        "programs": [
+            {
+                "entry": made.label,
+                "format": made.program.format,
+                "seconds": made.seconds,
+                "bytes": made.bytes,
+                "is_cached": made.is_cached,
+            }
+            for made in result.programs
+        ],
         "notes": list(result.notes),
     }
 
 
 def _show(result: BuildResult) -> None:
     rows = [
-        (program.entry, program.format, f"{program.seconds:.1f} s", show_bytes(program.bytes))
-        for program in result.programs
+        (
+            made.label,
+            made.program.format,
+            "cached" if made.is_cached else f"{made.seconds:.1f} s",
+            show_bytes(made.bytes),
+        )
+        for made in result.programs
     ]
     output.write_table(rows, columns=("entry", "format", "time", "size"))
     output.write("\n")

@@ -102,6 +102,14 @@ json_option = option(
     help="Print one JSON object instead, also when it fails.",
 )
 
+weights_dir_option = option(
+    "--weights-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="the hub's cache, or a download",
+    help="The checkpoint's folder, for a bundle that refers to its weights.",
+)
+
 
 def formats_option(text: str, **settings: Any) -> Callable[[F], F]:
     """Repeatable `--format`, as `formats`."""

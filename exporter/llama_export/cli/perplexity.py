@@ -13,7 +13,7 @@ from llama_artifacts.codec import encode
 from llama_artifacts.errors import InputError
 from llama_artifacts.manifest import FORMATS, Format
 from llama_export.cli import output
-from llama_export.cli.options import Command, json_option, option
+from llama_export.cli.options import Command, json_option, option, weights_dir_option
 
 if TYPE_CHECKING:
     from llama_export.perplexity import Perplexity
@@ -70,6 +70,7 @@ COLUMNS = ("bundle", "format", "dtype", "tokens", "nll/token", "perplexity", "bi
     metavar="DEVICE",
     help="`cpu`, `cuda`, or one GPU such as `cuda:1`.",
 )
+@weights_dir_option
 @json_option
 def command(
     *,
@@ -79,6 +80,7 @@ def command(
     stride: int | None,
     format: Format | None,
     device: str,
+    weights_dir: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how well bundles predict a text.
@@ -101,6 +103,7 @@ def command(
             stride=stride,
             format=format,
             device=device,
+            weights_dir=weights_dir,
             reporter=reporter,
         )
     if as_json:

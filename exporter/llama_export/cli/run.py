@@ -14,7 +14,14 @@ import click
 
 from llama_artifacts.manifest import FORMATS, Format
 from llama_export.cli import output
-from llama_export.cli.options import Command, bundle_argument, checked_text, json_option, option
+from llama_export.cli.options import (
+    Command,
+    bundle_argument,
+    checked_text,
+    json_option,
+    option,
+    weights_dir_option,
+)
 
 EXAMPLES = (
     ("A question, answered greedily:", 'llama-export run smollm2-135m-instruct -p "Hello!"'),
@@ -188,6 +195,7 @@ def _token_ids(
     show_default=False,
     help="Refuse compiled programs (aoti): they are code, and run with your rights.",
 )
+@weights_dir_option
 @option(
     "--stats",
     is_flag=True,
@@ -207,6 +215,7 @@ def command(
     device: str,
     threads: int | None,
     no_native: bool,
+    weights_dir: Path | None,
     stats: bool,
     as_json: bool,
     **settings: Any,
@@ -226,7 +235,12 @@ def command(
 
         started = time.perf_counter()
         loaded = llama_runtime.load(
-            bundle, device=device, format=format, threads=threads, allow_native=not no_native
+            bundle,
+            device=device,
+            format=format,
+            threads=threads,
+            allow_native=not no_native,
+            weights_dir=weights_dir,
         )
         # The programs are loaded here, too; the model's first step comes with the first piece.
         stream: Any

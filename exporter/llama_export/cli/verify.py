@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,7 @@ from llama_export.cli.options import (
     formats_option,
     json_option,
     option,
+    weights_dir_option,
 )
 from llama_export.laws.registry import LAWS, NAMES
 
@@ -94,6 +95,7 @@ class VerifyCommand(Command):
     show_default=False,
     help="Write the results into the manifest if all of them are good.",
 )
+@weights_dir_option
 @json_option
 @click.pass_context
 def command(
@@ -106,6 +108,7 @@ def command(
     uses_vectors: bool,
     against: str | None,
     is_recorded: bool,
+    weights_dir: Path | None,
     as_json: bool,
 ) -> None:
     """Check that a bundle computes what it must.
@@ -128,10 +131,12 @@ def command(
             laws=laws or None,
             entries=entries or None,
             uses_vectors=uses_vectors,
+            weights_dir=weights_dir,
         )
         samples: Sequence[Sample] = ()
         if against is not None and _failure(bundle, results) is None:
-            more, samples = _compare(bundle, reporter, formats or None, entries or None)
+            choices = {"formats": formats or None, "weights_dir": weights_dir}
+            more, samples = _compare(bundle, reporter, entries or None, choices)
             results = (*results, *more)
     failure = _failure(bundle, results)
     if is_recorded and failure is None:
@@ -153,19 +158,19 @@ def command(
 def _compare(
     bundle: Path,
     reporter: Reporter,
-    formats: Sequence[Format] | None,
     entries: Sequence[str] | None,
+    choices: Mapping[str, Any],
 ) -> tuple[Sequence[CheckResult], Sequence[Sample]]:
     """Checks against the reference, and samples where they passed."""
     from llama_export.reference import Reference, check
     from llama_export.samples import write_samples
 
     with reporter.step("load transformers"):
-        reference = Reference.load(bundle, reporter=reporter)
-    results = check(bundle, reference, reporter=reporter, formats=formats, entries=entries)
+        reference = Reference.load(bundle, reporter=reporter, weights_dir=choices["weights_dir"])
+    results = check(bundle, reference, reporter=reporter, entries=entries, **choices)
     if not all(result.passed for result in results):
         return results, ()
-    return results, write_samples(bundle, reference, reporter=reporter, formats=formats)
+    return results, write_samples(bundle, reference, reporter=reporter, **choices)
 
 
 def _failure(bundle: Path, results: Sequence[CheckResult]) -> VerificationError | None:

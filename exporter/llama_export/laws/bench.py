@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from llama_export.laws.memory import (
     new_memory,
     rows_of,
 )
-from llama_export.laws.oracle import Oracle, load_model, repeat_heads
+from llama_export.laws.oracle import Oracle, load_model, network_weights, repeat_heads
 from llama_export.laws.spans import Plan, usual
+from llama_export.model.llama import Llama
 from llama_runtime import compat
 from llama_runtime.comparison import LIMITS
 from llama_runtime.entry import Entry
@@ -32,9 +34,12 @@ NUM_TOKENS = 24
 class Bench:
     """Loads each program once, runs its usual plan once, and keeps what it gave."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, *, weights_dir: Path | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.weights_dir = weights_dir
         self._bundles: dict[str, llama_runtime.LoadedBundle] = {}
         self._entries: dict[tuple[str, Format], Entry] = {}
         self._driven: dict[tuple[str, Format], Driven] = {}
@@ -48,14 +53,29 @@ class Bench:
     @cached_property
     def oracle(self) -> Oracle:
         """The eager model on the bench's sequences."""
-        return Oracle(load_model(self.folder, self.manifest), self.sequences)
+        return Oracle(self._model(), self.sequences)
 
     @cached_property
     def ungrouped(self) -> Oracle:
         """The same network with a key/value head for every query head."""
-        model = load_model(self.folder, self.manifest)
+        model = self._model()
         repeat_heads(model, self.manifest.model.num_heads // self.manifest.model.num_kv_heads)
         return Oracle(model, self.sequences)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The network's weights by name, mapped."""
+        return network_weights(self._loaded("cpu").weights, self.manifest)
+
+    def _model(self) -> Llama:
+        return load_model(self.weights, self.manifest, where=self.folder)
+
+    def _loaded(self, device: str) -> llama_runtime.LoadedBundle:
+        if device not in self._bundles:
+            self._bundles[device] = llama_runtime.load(
+                self.folder, device=device, weights_dir=self.weights_dir
+            )
+        return self._bundles[device]
 
     def entry(self, program: Program) -> Entry:
         """The program as a callable.
@@ -65,10 +85,7 @@ class Bench:
         """
         key = (program.label, program.format)
         if key not in self._entries:
-            device = device_of(program)
-            if device not in self._bundles:
-                self._bundles[device] = llama_runtime.load(self.folder, device=device)
-            self._entries[key] = self._bundles[device].open(program)
+            self._entries[key] = self._loaded(device_of(program)).open(program)
         return self._entries[key]
 
     def companion(self, program: Program, entry: str) -> Program | None:

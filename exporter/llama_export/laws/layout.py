@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from llama_artifacts.manifest import WEIGHTS_NAME
-from llama_artifacts.safetensors import read_header
 from llama_export.checkpoint.layout import HEAD, expected_tensors
 from llama_export.laws.bench import Bench
 from llama_export.laws.finding import Finding, exact
@@ -16,10 +14,7 @@ from llama_export.lower.backend import MAX_INLINED
 def check(bench: Bench) -> Finding | None:
     """The law on the bundle."""
     manifest = bench.manifest
-    shapes = {
-        name: stored.shape
-        for name, stored in read_header(bench.folder / WEIGHTS_NAME).tensors.items()
-    }
+    shapes = {name: tensor.shape for name, tensor in bench.weights.items()}
     expected = expected_tensors(model_config(manifest))
     faults = [f"`{name}` is missing" for name in expected if name not in shapes]
     faults += [

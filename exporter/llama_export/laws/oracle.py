@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
+from llama_artifacts.manifest import Manifest
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
-from llama_export.checkpoint.layout import scaled_modules
+from llama_export.checkpoint.layout import expected_tensors, scaled_modules
 from llama_export.laws.calls import Sequences
 from llama_export.laws.spans import Plan, Span
-from llama_export.model.llama import Attention, Formulation, Llama
-from llama_runtime.weights import map_weights
+from llama_export.model.llama import INV_FREQ, Attention, Formulation, Llama
 
 Place = tuple[int, int]
 
 
-def load_model(folder: Path, manifest: Manifest) -> Llama:
+def load_model(weights: Mapping[str, torch.Tensor], manifest: Manifest, *, where: Path) -> Llama:
     """The bundle's weights in the network, computing in float32.
 
     Raises:
         IntegrityError: the weights are not those of the manifest's network.
     """
-    weights = map_weights(folder / WEIGHTS_NAME)
     form = Formulation(torch.float32, reads_positions=False)
     model = Llama(model_config(manifest), form, fp8_modules=scaled_modules(weights))
     try:
@@ -33,10 +32,21 @@ def load_model(folder: Path, manifest: Manifest) -> Llama:
     except RuntimeError as cause:
         raise IntegrityError(
             "the weights are not those of the network in the manifest",
-            where=folder / WEIGHTS_NAME,
+            where=where,
             hint="build the bundle again",
         ) from cause
     return model.requires_grad_(False)
+
+
+def network_weights(
+    weights: Mapping[str, torch.Tensor], manifest: Manifest
+) -> Mapping[str, torch.Tensor]:
+    """A bundle's weights without what only a checkpoint's own files hold beside the network's."""
+    if manifest.weights == "copy":
+        return weights
+    config = model_config(manifest)
+    known = {*expected_tensors(config, scaled_modules(weights)), INV_FREQ}
+    return {name: tensor for name, tensor in weights.items() if name in known}
 
 
 def model_config(manifest: Manifest) -> LlamaConfig:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import io
 import math
+import os
 import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +17,11 @@ from typing import Any
 import torch
 from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch._inductor import config as inductor_config
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.export.passes import move_to_device_pass
 
+from llama_artifacts.codec import encode
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
 from llama_export.checkpoint.source import TensorInfo
@@ -24,10 +30,13 @@ from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capab
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace
-from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor
+from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
 
 # Up to so many rows, multiply and reduce beats a library product over the stored weight.
 MAX_FUSED_ROWS = 3
+
+# Of the environment of a compiler, what changes no code.
+_NO_MATTER = ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")
 
 
 class AotiBackend:
@@ -51,6 +60,22 @@ class AotiBackend:
         return Formulation(
             dtype, reads_positions=False, numerics=place.numerics, has_fp8_units=has_units
         )
+
+    def facts(self, job: Job, place: Place) -> dict[str, Any]:
+        options, target = _options(place.device, place.isa)
+        return {
+            "torch": torch.__version__,
+            "triton": version("triton"),
+            "compiler": _compiler(place.device),
+            "options": {name: str(value) for name, value in options.items()},
+            "target": encode(target),
+            "inlined": _inlined(job, place),
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(("TORCHINDUCTOR_", "CXX", "OMP_")) and name not in _NO_MATTER
+            },
+        }
 
     def lower(self, job: Job, place: Place) -> Lowered:
         options, target = _options(place.device, place.isa)
@@ -83,6 +108,28 @@ def _stand_in(name: str, info: TensorInfo, place: Place) -> torch.Tensor:
             f"`{name}` is too small to compile without its values", hint="use --weights copy"
         )
     return torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+
+
+def _inlined(job: Job, place: Place) -> str:
+    """A digest of the weights whose values may be written into the code."""
+    digest = hashlib.sha256()
+    for name, info in job.weights.items():
+        if math.prod(info.shape) <= MAX_INLINED:
+            tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
+            digest.update(
+                name.encode() + b"\0" + bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+            )
+    return digest.hexdigest()
+
+
+@functools.cache
+def _compiler(device: str) -> str:
+    """The compiler that Inductor will call, with its version."""
+    if device == "cuda":
+        return f"cuda {torch.version.cuda}"
+    name = get_cpp_compiler()
+    found = subprocess.run([name, "--version"], capture_output=True, text=True, check=True)
+    return found.stdout.partition("\n")[0]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.export import ExportedProgram
@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import CAPABILITY, FORMATS, Format, Numerics, Target
 from llama_export.model.llama import Formulation
+from llama_export.pack import Extent
 from llama_export.trace import Job
 
 FP8_CAPABILITY = "8.9"
@@ -32,7 +33,7 @@ class Place:
         folder: the bundle being written.
         weights: the bundle's weights, memory mapped; None when it holds none.
         inv_freq: the model's inverse frequencies, which need no weights.
-        offsets: byte offset and length of each tensor in the weights file.
+        extents: where each tensor is.
         numerics: how products with FP8 weights are computed.
     """
 
@@ -41,7 +42,7 @@ class Place:
     folder: Path
     weights: Mapping[str, torch.Tensor] | None
     inv_freq: torch.Tensor
-    offsets: Mapping[str, tuple[int, int]]
+    extents: Mapping[str, Extent]
     numerics: Numerics = "exact"
 
 
@@ -72,6 +73,10 @@ class Backend(Protocol):
 
     def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
         """How the model must be written for this format and place."""
+        ...
+
+    def facts(self, job: Job, place: Place) -> dict[str, Any]:
+        """What else the program depends on, as JSON: compiler, target, places of weights."""
         ...
 
     def lower(self, job: Job, place: Place) -> Lowered:

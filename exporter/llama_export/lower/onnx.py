@@ -7,9 +7,12 @@ behind a Cast and has float32 states.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -17,7 +20,7 @@ from onnx_ir.passes import common
 from onnxscript.optimizer import fold_constants_ir
 
 from llama_artifacts.dtypes import from_name
-from llama_artifacts.manifest import WEIGHTS_NAME, Target
+from llama_artifacts.manifest import Target
 from llama_artifacts.signature import Signature
 from llama_export.lower.backend import Lowered, Place
 from llama_export.model.llama import Formulation
@@ -41,6 +44,14 @@ class OnnxBackend:
     def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
         is_cpu = place.device == "cpu"
         return Formulation(dtype, reads_positions=is_cpu, numerics=place.numerics)
+
+    def facts(self, job: Job, place: Place) -> dict[str, Any]:
+        packages = ("onnx", "onnxscript", "onnx_ir")
+        return {
+            "torch": torch.__version__,
+            **{name: importlib.metadata.version(name) for name in packages},
+            "extents": {name: list(astuple(place.extents[name])) for name in job.weights},
+        }
 
     def lower(self, job: Job, place: Place) -> Lowered:
         program = trace(job, returns_states=True)
@@ -155,11 +166,11 @@ def _point_at_weights(model: ir.Model, job: Job, place: Place) -> None:
         if name not in job.weights:
             continue
         info = job.weights[name]
-        offset, length = place.offsets[name]
+        extent = place.extents[name]
         value.const_value = ir.ExternalTensor(
-            WEIGHTS_NAME,
-            offset,
-            length,
+            extent.file,
+            extent.start,
+            extent.num_bytes,
             ir.DataType[from_name(info.dtype).onnx],
             shape=ir.Shape(info.shape),
             name=name,

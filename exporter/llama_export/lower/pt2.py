@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import torch
 
@@ -28,6 +29,9 @@ class Pt2Backend:
         return Formulation(
             dtype, reads_positions=is_cpu, numerics=place.numerics, has_fp8_units=not is_cpu
         )
+
+    def facts(self, job: Job, place: Place) -> dict[str, Any]:
+        return {"torch": torch.__version__}
 
     def lower(self, job: Job, place: Place) -> Lowered:
         program = trace(job)

@@ -24,6 +24,7 @@ class Loading:
         weights: every tensor of the bundle on `device`; the program keeps references, not copies.
         device: where it runs.
         threads: threads of an engine that has its own pool; None: the engine's default.
+        is_whole: whether the weights files lie beside the program, where an ONNX program points.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class Loading:
     weights: Mapping[str, torch.Tensor]
     device: torch.device
     threads: int | None
+    is_whole: bool = True
 
     def constants(self) -> dict[str, torch.Tensor]:
         """The weights that the program binds.

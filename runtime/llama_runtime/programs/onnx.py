@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime
 import torch
 
-from llama_artifacts.dtypes import from_name
+from llama_artifacts.dtypes import DType, from_name, from_torch
 from llama_artifacts.errors import CompatibilityError, IntegrityError
 from llama_artifacts.signature import StateSpec, TensorSpec, resolve
 from llama_runtime.programs.base import Loading
@@ -26,8 +26,10 @@ class OnnxProgram:
     def __init__(self, loading: Loading) -> None:
         self._signature = loading.program.signature
         self._device = loading.device
-        loading.constants()  # all there; ONNX Runtime finds them by their place in the file
-        self._session = _session(loading)
+        weights = loading.constants()  # all there
+        # ONNX Runtime finds them by their place in a file beside the program, or is given them.
+        self._given = {} if loading.is_whole else {n: t.cpu() for n, t in weights.items()}
+        self._session = _session(loading, self._given)
         self._check_interface(loading)
         self._binding = self._session.io_binding()
         self._bound_states: list[torch.Tensor] = []
@@ -101,16 +103,30 @@ def _element_type(dtype: str) -> Any:
     row = from_name(dtype)
     if row.numpy is not None:
         return np.dtype(row.numpy).type
+    return _number(row)
+
+
+def _number(row: DType) -> int:
+    """ONNX's own number of a dtype."""
     from onnx import TensorProto
 
     return TensorProto.DataType.Value(row.onnx)
 
 
-def _session(loading: Loading) -> onnxruntime.InferenceSession:
+def _value(tensor: torch.Tensor) -> onnxruntime.OrtValue:
+    """A tensor of the CPU as ONNX Runtime takes it: in the same memory, which must outlive it."""
+    row = from_torch(tensor.dtype)
+    codes = tensor.view(torch_dtype(f"i{8 * row.num_bytes}")).numpy()
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(codes, _number(row))
+
+
+def _session(loading: Loading, given: Mapping[str, torch.Tensor]) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if loading.threads is not None:
         options.intra_op_num_threads = loading.threads
+    if given:
+        options.add_external_initializers(list(given), [_value(t) for t in given.values()])
     providers: list[Any] = ["CPUExecutionProvider"]
     if loading.device.type == "cuda":
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():

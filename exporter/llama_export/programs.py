@@ -1,0 +1,156 @@
+"""Makes the programs of a build, one after the other or several at a time, or takes them from the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llama_artifacts.errors import BuildError
+from llama_artifacts.manifest import Program
+from llama_export.blueprint import Blueprint, Draft
+from llama_export.cache import ProgramCache
+from llama_export.checkpoint.layout import scaled_modules
+from llama_export.lower.backend import Lowered, Place, backend
+from llama_export.model.rope import inverse_frequencies
+from llama_export.trace import Job, torch_dtype
+
+MAX_REASON_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Made:
+    """A program that was made, and what it took.
+
+    Attributes:
+        program: its record in the manifest.
+        label: the entry and what is fixed, for people.
+        seconds: of tracing and lowering.
+        bytes: of its file.
+        is_cached: whether an earlier build made it.
+    """
+
+    program: Program
+    label: str
+    seconds: float
+    bytes: int
+    is_cached: bool
+
+
+class Maker:
+    """Makes programs of one blueprint in one folder."""
+
+    def __init__(self, blueprint: Blueprint, folder: Path, cache: ProgramCache | None) -> None:
+        recipe, config = blueprint.recipe, blueprint.checkpoint.config
+        self._blueprint = blueprint
+        self._cache = cache
+        self._place = Place(
+            recipe.device,
+            recipe.isa,
+            folder,
+            blueprint.map_weights(folder) if blueprint.has_weights else None,
+            inverse_frequencies(config.rope, config.head_dim),
+            blueprint.plan.extents,
+            recipe.numerics,
+        )
+
+    def take(self, draft: Draft) -> Made | None:
+        """Copies one program from the cache into the folder; None where it has none.
+
+        Raises:
+            BuildError: it cannot be written.
+        """
+        if self._cache is None:
+            return None
+        with known_failures(_step(draft), self._place.folder):
+            started = time.perf_counter()
+            job, dtype = self._job(draft)
+            lowered = self._cache.take(draft.format, job, self._place)
+            if lowered is None:
+                return None
+            return self._made(draft, job, dtype, lowered, time.perf_counter() - started, True)
+
+    def make(self, draft: Draft) -> Made:
+        """Traces and lowers one program into the folder, and keeps it in the cache.
+
+        Raises:
+            BuildError: it cannot be made or written.
+        """
+        with known_failures(_step(draft), self._place.folder):
+            started = time.perf_counter()
+            job, dtype = self._job(draft)
+            if self._cache is None:
+                lowered = backend(draft.format).lower(job, self._place)
+            else:
+                lowered = self._cache.lower(draft.format, job, self._place)
+            return self._made(draft, job, dtype, lowered, time.perf_counter() - started, False)
+
+    def _made(
+        self,
+        draft: Draft,
+        job: Job,
+        dtype: str,
+        lowered: Lowered,
+        seconds: float,
+        is_cached: bool,
+    ) -> Made:
+        is_fp8 = bool(scaled_modules(self._blueprint.plan.tensors))
+        program = Program(
+            entry=draft.spec.name,
+            format=draft.format,
+            file=lowered.file,
+            dtype=dtype,
+            target=lowered.target,
+            signature=job.signature,
+            constants=lowered.constants,
+            requires=lowered.requires,
+            variant={} if draft.variant is None else dict(draft.variant.sizes),
+            numerics=self._place.numerics if is_fp8 else None,
+        )
+        num_bytes = (self._place.folder / lowered.file).stat().st_size
+        return Made(program, draft.label, seconds, num_bytes, is_cached)
+
+    def _job(self, draft: Draft) -> tuple[Job, str]:
+        """What is to be traced, and its compute dtype."""
+        sizes, place = self._blueprint.sizes, self._place
+        lowering = backend(draft.format)
+        dtype = lowering.compute_dtype(sizes.dtype, place)
+        variant = {} if draft.variant is None else dict(draft.variant.sizes)
+        signature = draft.spec.signature(replace(sizes, dtype=dtype), variant)
+        form = lowering.formulation(torch_dtype(dtype), place)
+        tensors = self._blueprint.plan.tensors
+        return Job(sizes.config, draft.spec, draft.stem, signature, form, tensors), dtype
+
+
+def _step(draft: Draft) -> str:
+    return f"{draft.label} {draft.format}"
+
+
+@contextlib.contextmanager
+def known_failures(step: str, folder: Path) -> Iterator[None]:
+    """What compilers and writers of archives raise for a full disk and the like, as one line."""
+    try:
+        yield
+    except OSError as cause:
+        name = cause.filename
+        inside = isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
+        if inside or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise  # the output folder's own error, which `staging` tells
+        raise _cannot_be_made(step, cause) from cause
+    except (RuntimeError, subprocess.SubprocessError) as cause:
+        raise _cannot_be_made(step, cause) from cause
+
+
+def _cannot_be_made(step: str, cause: Exception) -> BuildError:
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    telling = [line for line in lines if "error:" in line or "No space" in line]
+    reason = (*telling, *lines, type(cause).__name__)[0]
+    return BuildError(
+        f"cannot be made: {reason[:MAX_REASON_CHARS]}",
+        where=step,
+        hint="is there space in the output folder and in TMPDIR? LLAMA_EXPORT_DEBUG=1 tells more",
+    )
