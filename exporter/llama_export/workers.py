@@ -87,10 +87,11 @@ def _make_apart(
 
     def make(index: int) -> Made:
         draft, worker = blueprint.drafts[index], idle.get()
-        with reporter.step(f"{draft.label} {draft.format}"):
-            result = worker.make(index)
-        idle.put(worker)
-        return result
+        try:
+            with reporter.step(f"{draft.label} {draft.format}"):
+                return worker.make(index)
+        finally:
+            idle.put(worker)  # also one that died: whoever waits for it must learn that
 
     # The workers end first, so that no thread waits for one.
     with ThreadPoolExecutor(num_jobs) as threads, contextlib.ExitStack() as workers:
