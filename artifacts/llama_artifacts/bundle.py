@@ -20,7 +20,7 @@ from llama_artifacts.links import leads_out
 from llama_artifacts.manifest import File, Manifest
 from llama_artifacts.strict_json import printable
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20
 _LOCK_ATTEMPTS = 100
 _FULL = {
     errno.ENOSPC: "the file system is full",
@@ -80,9 +80,10 @@ def check_digest(bundle: Bundle, name: str) -> None:
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK_BYTES))  # one, small enough to stay in the cache
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     return digest.hexdigest()
 
 

@@ -31,6 +31,8 @@ FILE_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+SIGNATURE_NAME = "model.sig"
+"""A detached signature of the whole bundle; the one file that no manifest lists, since it is newer."""
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 CAPABILITY = "compute capability"
 """A key of `Program.requires`."""
@@ -215,8 +217,9 @@ class Manifest:
         self._check_files()
 
     def _check_files(self) -> None:
-        if FILE_NAME in self.files:
-            raise ValueError(f"`{FILE_NAME}` is listed in `files`; it cannot hold its own digest")
+        for name in (FILE_NAME, SIGNATURE_NAME):
+            if name in self.files:
+                raise ValueError(f"`{name}` is listed in `files`, which is made before it")
         for program in self.programs:
             if program.file not in self.files:
                 raise ValueError(f"program file {shown(program.file)} is not listed in `files`")
