@@ -99,7 +99,8 @@ def _operate(node: Json, key: str, operation: dict[str, Json]) -> None:
     elif kind == "remove":
         del node[key]
     else:
-        assert kind == "add" or key in node
+        if kind == "replace" and key not in node:
+            raise KeyError(key)
         node[key] = operation["value"]
 
 
