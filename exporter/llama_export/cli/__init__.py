@@ -19,6 +19,7 @@ PROGRAM = "llama-export"
 
 COMMANDS = {
     "build": "Build a bundle from a checkpoint.",
+    "diff": "Show what changed between two bundles.",
     "entries": "List the entries that can be built.",
     "inspect": "Show what a bundle holds.",
     "perplexity": "Measure how well bundles predict a text.",
