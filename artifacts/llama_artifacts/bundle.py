@@ -16,10 +16,11 @@ from pathlib import Path
 
 from llama_artifacts import manifest as manifests
 from llama_artifacts.errors import BuildError, IntegrityError
+from llama_artifacts.links import leads_out
 from llama_artifacts.manifest import File, Manifest
 from llama_artifacts.strict_json import printable
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20
 _LOCK_ATTEMPTS = 100
 _FULL = {
     errno.ENOSPC: "the file system is full",
@@ -44,17 +45,19 @@ class Bundle:
 def open_bundle(folder: Path) -> Bundle:
     """Reads the manifest and checks that every listed file is there with its size.
 
-    A listed file may be a symlink to anywhere, as in the hub's cache: what is trusted is its
-    digest, not its place. Files that are not listed are not looked at.
+    A listed file may be a symlink to a file of the same folder, or of the hub's cache that the
+    folder is in; not to others, which can change while the bundle is used. Files that are not
+    listed are not looked at.
 
     Raises:
         CompatibilityError: the manifest is of another major version.
         ManifestError: no manifest, or a malformed one.
-        IntegrityError: a file is missing, is not a plain file, or has another size.
+        IntegrityError: a file is missing, is not a plain file, has another size, or is a link out.
     """
     bundle = Bundle(folder, manifests.read(folder))
     for name, file in bundle.manifest.files.items():
-        _check_size(bundle.path(name), file)
+        if (complaint := misfit(bundle.path(name), file)) is not None:
+            raise complaint
     return bundle
 
 
@@ -77,9 +80,10 @@ def check_digest(bundle: Bundle, name: str) -> None:
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK_BYTES))  # one, small enough to stay in the cache
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     return digest.hexdigest()
 
 
@@ -301,17 +305,26 @@ def _os_errors(target: Path, *, within: Path | None = None) -> Iterator[None]:
         raise BuildError(message, where=where, hint=hint) from cause
 
 
-def _check_size(path: Path, file: File) -> None:
+def misfit(path: Path, file: File) -> IntegrityError | None:
+    """Why a file is not a plain one of the listed size inside the bundle; None if it is.
+
+    Its bytes are not looked at.
+    """
     try:
         status = path.stat()
+        is_out = leads_out(path)
     except OSError as cause:
         reason = "dangling symlink" if path.is_symlink() else cause.strerror
-        raise IntegrityError(f"missing: {reason}", where=path, hint=_HINT) from cause
+        return IntegrityError(f"missing: {reason}", where=path, hint=_HINT)
     if not stat.S_ISREG(status.st_mode):
-        raise IntegrityError("expected a plain file", where=path, hint=_HINT)
+        return IntegrityError("expected a plain file", where=path, hint=_HINT)
+    if is_out:
+        message = "expected no link out of the bundle"
+        return IntegrityError(message, where=path, hint=manifests.LINK_HINT)
     if status.st_size != file.bytes:
         message = f"damaged: {status.st_size:,} bytes, expected {file.bytes:,}"
-        raise IntegrityError(message, where=path, hint=_HINT)
+        return IntegrityError(message, where=path, hint=_HINT)
+    return None
 
 
 def _sync(folder: Path) -> None:

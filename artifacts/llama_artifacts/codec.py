@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llama_artifacts.errors import LlamaExportError, ManifestError
-from llama_artifacts.strict_json import json_type, printable, shown
+from llama_artifacts.limits import complaint, hints, split
+from llama_artifacts.strict_json import join, json_type, shown
 
 T = TypeVar("T")
 MAX_TEXT_CHARS = 1000
@@ -48,14 +48,15 @@ def decode(kind: type[T], value: object, *, where: str, ignored: list[str] | Non
 
     Args:
         kind: the dataclass; its fields are scalars, Literals, optional values, tuples, dicts with
-            string keys, or dataclasses. Fields with a default may be absent.
+            string keys, or dataclasses, with the limits of `llama_artifacts.limits`. Fields with
+            a default may be absent.
         value: what `json.loads` gave.
         where: the file; key paths are appended after `#`.
         ignored: None to refuse unknown keys; a list takes their paths instead.
 
     Raises:
-        ManifestError: a key is missing or unknown, or a value has another type or is refused by
-            the dataclass.
+        ManifestError: a key is missing or unknown, or a value has another type, breaks a limit or
+            is refused by the dataclass.
     """
     result: T = _Decoder(where, ignored).any(kind, value, "")
     return result
@@ -67,6 +68,13 @@ class _Decoder:
     ignored: list[str] | None
 
     def any(self, kind: Any, value: object, path: str) -> Any:
+        bare, limits = split(kind)
+        result = self._bare(bare, value, path)
+        if limits and (found := complaint(limits, result)) is not None:
+            raise self._error(found, path)
+        return result
+
+    def _bare(self, kind: Any, value: object, path: str) -> Any:
         if dataclasses.is_dataclass(kind):
             return self._dataclass(kind, value, path)
         origin = get_origin(kind)
@@ -80,24 +88,25 @@ class _Decoder:
             return tuple(self.any(item_kind, x, f"{path}[{i}]") for i, x in enumerate(items))
         if origin is dict:
             pairs = self._expect(dict, "an object", value, path)
-            item_kind = get_args(kind)[1]
+            key_kind, item_kind = get_args(kind)
             return {
-                self._key(k, path): self.any(item_kind, x, _join(path, k)) for k, x in pairs.items()
+                self.any(key_kind, k, join(path, k)): self.any(item_kind, x, join(path, k))
+                for k, x in pairs.items()
             }
         return self._scalar(kind, value, path)
 
     def _dataclass(self, kind: Any, value: object, path: str) -> Any:
         pairs = self._expect(dict, "an object", value, path)
-        hints = _hints(kind)
-        for key in sorted(pairs.keys() - hints.keys()):
+        kinds = hints(kind)
+        for key in sorted(pairs.keys() - kinds.keys()):
             if self.ignored is None:
-                raise self._error("unknown key", _join(path, key))
-            self.ignored.append(_join(path, key))
+                raise self._error("unknown key", join(path, key))
+            self.ignored.append(join(path, key))
         arguments = {}
         for field in dataclasses.fields(kind):
-            key_path = _join(path, field.name)
+            key_path = join(path, field.name)
             if field.name in pairs:
-                arguments[field.name] = self.any(hints[field.name], pairs[field.name], key_path)
+                arguments[field.name] = self.any(kinds[field.name], pairs[field.name], key_path)
             elif field.default is field.default_factory is dataclasses.MISSING:
                 raise self._error("missing key", key_path)
         try:
@@ -115,9 +124,9 @@ class _Decoder:
         if len(choices) == 1:
             return self.any(choices[0], value, path)
         for choice in choices:  # several scalars: a size is a number or a name
-            if type(value) is choice:
-                return self._scalar(choice, value, path)
-        expected = " or ".join(_SCALARS[choice] for choice in choices)
+            if type(value) is split(choice)[0]:
+                return self.any(choice, value, path)
+        expected = " or ".join(_SCALARS[split(choice)[0]] for choice in choices)
         raise self._error(f"expected {expected}, got {json_type(value)}", path)
 
     def _literal(self, choices: tuple[Any, ...], value: object, path: str) -> Any:
@@ -140,10 +149,6 @@ class _Decoder:
             self._text(value, path)
         return value
 
-    def _key(self, key: str, path: str) -> str:
-        self._text(key, _join(path, key))
-        return key
-
     def _text(self, value: str, path: str) -> None:
         if len(value) > MAX_TEXT_CHARS:
             message = f"expected at most {MAX_TEXT_CHARS} characters, got {len(value)}"
@@ -159,12 +164,3 @@ class _Decoder:
     def _error(self, message: str, path: str, *, hint: str | None = None) -> ManifestError:
         where = f"{self.where}#{path}" if path else self.where
         return ManifestError(message, where=where, hint=hint)
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{printable(key)}" if path else printable(key)

@@ -6,6 +6,7 @@ Everything that translates a dtype name goes through this table, in either direc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 from llama_artifacts.errors import ManifestError
 
@@ -51,6 +52,20 @@ BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in DTYPES}
 BY_TORCH: dict[str, DType] = {row.torch: row for row in DTYPES}
 BY_ONNX: dict[str, DType] = {row.onnx: row for row in DTYPES}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in DTYPES if row.numpy is not None}
+
+
+class _KnownDType:
+    """The limit of fields that name a dtype."""
+
+    def complaint(self, value: str) -> str | None:
+        return None if value in BY_NAME else f"unknown dtype `{value}`"
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": list(BY_NAME)}
+
+
+DTypeName = Annotated[str, _KnownDType()]
+"""The manifest's spelling of a dtype."""
 
 
 def from_name(name: str, *, where: object = None) -> DType:

@@ -8,32 +8,48 @@ import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from llama_artifacts.codec import decode, encode
-from llama_artifacts.dtypes import from_name
+from llama_artifacts.dtypes import DTypeName
 from llama_artifacts.errors import CompatibilityError, ManifestError
+from llama_artifacts.limits import (
+    Count,
+    DimName,
+    EntryName,
+    FileName,
+    Matches,
+    Sha256,
+    Size,
+    check_fields,
+)
+from llama_artifacts.links import leads_out
 from llama_artifacts.signature import Signature
-from llama_artifacts.strict_json import json_type, parse_object, shown
+from llama_artifacts.strict_json import json_type, parse_bounded, shown
 
 FILE_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.safetensors"
 VECTORS_SUFFIX = ".vectors.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+SIGNATURE_NAME = "model.sig"
+"""A detached signature of the whole bundle; the one file that no manifest lists, since it is newer."""
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 CAPABILITY = "compute capability"
 """A key of `Program.requires`."""
-MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_MANIFEST_BYTES = 16 * 2**20
 
 Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
 Numerics = Literal["exact", "fast"]
 WeightsMode = Literal["copy", "link", "reference", "none"]
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._<>+=,-]{0,199}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SCHEMA = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
+_NUMBER = r"(0|[1-9][0-9]{0,5})"
+_SCHEMA = re.compile(rf"{_NUMBER}\.{_NUMBER}")
+SchemaVersion = Annotated[
+    str, Matches(rf"{SCHEMA_MAJOR}\.{_NUMBER}", f"a version of format {SCHEMA_MAJOR}")
+]
 _HINT = "point at the folder that `llama-export build` wrote"
+LINK_HINT = "copy the bundle with its files in place of the links (cp -rL)"
 _log = logging.getLogger(__name__)
 
 
@@ -41,14 +57,11 @@ _log = logging.getLogger(__name__)
 class File:
     """A file of the bundle, beside the manifest."""
 
-    bytes: int
-    sha256: str
+    bytes: Size
+    sha256: Sha256
 
     def __post_init__(self) -> None:
-        if self.bytes < 0:
-            raise ValueError(f"expected a size of at least 0, got {self.bytes}")
-        if not _SHA256.fullmatch(self.sha256):
-            raise ValueError(f"expected 64 hexadecimal digits, got {shown(self.sha256)}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -68,24 +81,22 @@ class Source:
 class Model:
     """Sizes and switches of the network; `rope` describes the rotary embedding for people."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
     rms_norm_eps: float
     rope: str
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    num_parameters: int
+    num_parameters: Count
 
     def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if type(size) is int and size < 1:
-                raise ValueError(f"expected `{name}` of at least 1, got {size}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -127,21 +138,21 @@ class Program:
             the compute dtype, or `fast`; None where no weight is FP8.
     """
 
-    entry: str
+    entry: EntryName
     format: Format
-    file: str
-    dtype: str
+    file: FileName
+    dtype: DTypeName
     target: Target
     signature: Signature
     constants: tuple[str, ...]
     requires: dict[str, str]
-    variant: dict[str, int] = field(default_factory=dict)
+    variant: dict[DimName, Count] = field(default_factory=dict)
     numerics: Numerics | None = None
 
     def __post_init__(self) -> None:
-        from_name(self.dtype)
+        check_fields(self)
         for name, size in self.variant.items():
-            if size < 1 or name in (dim.name for dim in self.signature.dims):
+            if name in (dim.name for dim in self.signature.dims):
                 raise ValueError(f"`{self.entry}` does not fix {name} = {size} in its signature")
 
     @property
@@ -188,43 +199,34 @@ class Manifest:
         files: every other file of the bundle, by name.
     """
 
-    schema: str
+    schema: SchemaVersion
     name: str
     source: Source
     model: Model
-    dtype: str
-    max_seq: int
-    batch: int
+    dtype: DTypeName
+    max_seq: Count
+    batch: Count
     weights: WeightsMode
     tokenizer: Literal["tokenizers"] | None
     has_chat_template: bool
-    stop_tokens: tuple[int, ...]
+    stop_tokens: tuple[Size, ...]
     toolchain: dict[str, str]
     programs: tuple[Program, ...]
     checks: tuple[Check, ...]
-    files: dict[str, File]
-    weights_headers: dict[str, str]
-    referenced: dict[str, File] = field(default_factory=dict)
+    files: dict[FileName, File]
+    weights_headers: dict[FileName, Sha256]
+    referenced: dict[FileName, File] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from_name(self.dtype)
-        for name, digest in self.weights_headers.items():
-            if not _SHA256.fullmatch(digest):
-                message = f"expected 64 hexadecimal digits, got {shown(digest)}"
-                raise ValueError(f"`weights_headers.{name}`: {message}")
-        for name, size in (("max_seq", self.max_seq), ("batch", self.batch)):
-            if size < 1:
-                raise ValueError(f"expected `{name}` of at least 1, got {size}")
-        if min(self.stop_tokens, default=0) < 0:
-            raise ValueError(f"expected stop tokens of at least 0, got {min(self.stop_tokens)}")
+        check_fields(self)
         self._check_files()
         self._check_weights()
 
     def _check_files(self) -> None:
         for key, names in (("files", self.files), ("referenced", self.referenced)):
-            for name in names:
-                if not _FILE_NAME.fullmatch(name) or name == FILE_NAME:
-                    raise ValueError(f"expected a plain file name in `{key}`, got {shown(name)}")
+            for name in (FILE_NAME, SIGNATURE_NAME):
+                if name in names:
+                    raise ValueError(f"`{name}` is listed in `{key}`, which is made before it")
         for program in self.programs:
             if program.file not in self.files:
                 raise ValueError(f"program file {shown(program.file)} is not listed in `files`")
@@ -296,7 +298,7 @@ def from_json(data: bytes, *, where: object) -> Manifest:
         CompatibilityError: written by another major version of the format.
         ManifestError: anything else that breaks the format, with the key path.
     """
-    value = parse_object(data, where=where, error=ManifestError)
+    value = parse_bounded(data, where=where, error=ManifestError)
     if not _is_newer(value.get("schema"), where):
         return decode(Manifest, value, where=str(where))
     ignored: list[str] = []
@@ -338,6 +340,8 @@ def _read_bytes(path: Path) -> bytes:
     if status.st_size > MAX_MANIFEST_BYTES:
         message = f"expected at most {MAX_MANIFEST_BYTES:,} bytes, got {status.st_size:,}"
         raise ManifestError(message, where=path, hint=_HINT)
+    if leads_out(path):
+        raise ManifestError("expected no link out of the bundle", where=path, hint=LINK_HINT)
     return path.read_bytes()
 
 

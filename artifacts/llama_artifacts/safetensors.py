@@ -14,7 +14,7 @@ from typing import Any
 
 from llama_artifacts.dtypes import BY_SAFETENSORS, DType
 from llama_artifacts.errors import CheckpointError, LlamaExportError
-from llama_artifacts.strict_json import json_type, parse_object, printable, shown
+from llama_artifacts.strict_json import json_type, parse_bounded, printable, shown
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -107,8 +107,8 @@ def parse_header(text: bytes, *, where: object, error: type[LlamaExportError]) -
     """The header's JSON text as a checked `Header`."""
     if not text.startswith(b"{"):
         raise error("expected a header that begins with `{`", where=where)
-    fields = parse_object(text, where=where, error=error)
-    metadata = _metadata(fields.pop(METADATA_KEY, None) or {}, where=where, error=error)
+    fields = parse_bounded(text, where=where, error=error)
+    metadata = _metadata(fields.pop(METADATA_KEY, None), where=where, error=error)
     data_start = LENGTH_BYTES + len(text)
     tensors = {
         name: _tensor(value, data_start, where=f"{where}#{printable(name)}", error=error)
@@ -160,6 +160,8 @@ def _header_bytes(
 
 
 def _metadata(value: object, *, where: object, error: type[LlamaExportError]) -> dict[str, str]:
+    if value is None:
+        return {}
     place = f"{where}#{METADATA_KEY}"
     if not isinstance(value, dict):
         raise error(f"expected an object of strings, got {json_type(value)}", where=place)

@@ -6,13 +6,27 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from llama_artifacts.dtypes import from_name
+from llama_artifacts.dtypes import DTypeName, from_name
 from llama_artifacts.errors import InputError
+from llama_artifacts.limits import (
+    MAX_INTEGER,
+    AtLeast,
+    AtMostItems,
+    Count,
+    DimName,
+    DimSize,
+    Matches,
+    check_fields,
+)
 from llama_artifacts.strict_json import shown
 
-Shape = tuple[int | str, ...]
+MAX_RANK = 8
+Shape = Annotated[tuple[Count | DimSize, ...], AtMostItems(MAX_RANK)]
 """A size per axis: a number, the name of a dynamic dimension or, in outputs, a multiple: `2*Rows`."""
+
+TensorName = Annotated[str, Matches(r".+", "a name")]
 
 
 def parts(size: str) -> tuple[int, str]:
@@ -34,19 +48,14 @@ def resolve(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
 class Dim:
     """A dynamic dimension; a call may choose any size from `min` to `max`, both included."""
 
-    name: str
-    min: int
-    max: int
+    name: DimName
+    min: Count
+    max: Count
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(
-                f"expected an identifier as a dimension's name, got {shown(self.name)}"
-            )
-        if not 1 <= self.min <= self.max:
-            raise ValueError(
-                f"expected 1 <= min <= max for `{self.name}`, got {self.min}, {self.max}"
-            )
+        check_fields(self)
+        if self.min > self.max:
+            raise ValueError(f"expected min <= max for `{self.name}`, got {self.min}, {self.max}")
 
 
 @dataclass(frozen=True)
@@ -64,18 +73,17 @@ class Bounds:
         offset: see `dim`.
     """
 
-    min: int
+    min: Annotated[int, AtLeast(-1)]
     max: int
-    span: str | None = None
-    dim: str | None = None
-    scale: int = 1
+    span: DimName | None = None
+    dim: DimName | None = None
+    scale: Count = 1
     offset: int = 0
 
     def __post_init__(self) -> None:
-        if not -1 <= self.min <= self.max:
-            raise ValueError(f"expected -1 <= min <= max, got {self.min}, {self.max}")
-        if self.scale < 1:
-            raise ValueError(f"expected a scale of at least 1, got {self.scale}")
+        check_fields(self)
+        if self.min > self.max:
+            raise ValueError(f"expected min <= max, got {self.min}, {self.max}")
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -93,13 +101,13 @@ class Bounds:
 class TensorSpec:
     """One input or output."""
 
-    name: str
-    dtype: str
+    name: TensorName
+    dtype: DTypeName
     shape: Shape
     values: Bounds | None = None
 
     def __post_init__(self) -> None:
-        _check_spec(self.name, self.dtype, self.shape)
+        _check_spec(self)
 
 
 @dataclass(frozen=True)
@@ -109,12 +117,12 @@ class StateSpec:
     A pool of pages has a dynamic dimension, which is chosen when the state is made.
     """
 
-    name: str
-    dtype: str
+    name: TensorName
+    dtype: DTypeName
     shape: Shape
 
     def __post_init__(self) -> None:
-        _check_spec(self.name, self.dtype, self.shape)
+        _check_spec(self)
 
     @property
     def num_bytes(self) -> int:
@@ -254,10 +262,8 @@ def _check_names(expected: list[str], given: list[str]) -> None:
         )
 
 
-def _check_spec(name: str, dtype: str, shape: Shape) -> None:
-    if not name:
-        raise ValueError("expected a name, got an empty string")
-    from_name(dtype)
-    for size in shape:
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"expected sizes of at least 1 in `{name}`, got {show(shape)}")
+def _check_spec(spec: TensorSpec | StateSpec) -> None:
+    check_fields(spec)
+    fixed = [size for size in spec.shape if isinstance(size, int)]
+    if math.prod(fixed) * from_name(spec.dtype).num_bytes > MAX_INTEGER:
+        raise ValueError(f"`{spec.name}` of shape {show(spec.shape)} is larger than any memory")

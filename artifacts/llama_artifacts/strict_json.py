@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from llama_artifacts.errors import LlamaExportError
 
 MAX_SHOWN_CHARS = 120
+MAX_DEPTH = 32
+"""Levels of objects and lists in a manifest or weights header."""
+MAX_VALUES = 2**20
+"""Commas and opening brackets in one, which bound what it takes in memory."""
 
 
 class _DuplicateKeyError(ValueError):
@@ -35,6 +41,26 @@ def parse_object(data: bytes, *, where: object, error: type[LlamaExportError]) -
     if not isinstance(value, dict):
         raise error(f"expected a JSON object, got {json_type(value)}", where=where)
     return value
+
+
+def parse_bounded(data: bytes, *, where: object, error: type[LlamaExportError]) -> dict[str, Any]:
+    """One JSON object as `parse_object` reads it, of bounded size and depth and finite numbers.
+
+    Raises:
+        error: also more than `MAX_VALUES` values, deeper than `MAX_DEPTH`, NaN or an infinity.
+    """
+    num_values = sum(map(data.count, (b",", b"[", b"{")))
+    if num_values > MAX_VALUES:
+        raise error(f"expected at most {MAX_VALUES:,} values, got {num_values:,}", where=where)
+    value = parse_object(data, where=where, error=error)
+    for path, complaint in _unfit(value, "", 1):
+        raise error(complaint, where=f"{where}#{path}")
+    return value
+
+
+def join(path: str, key: str) -> str:
+    """The key path of a member."""
+    return f"{path}.{printable(key)}" if path else printable(key)
 
 
 def json_type(value: object) -> str:
@@ -72,3 +98,19 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _DuplicateKeyError(key)
         result[key] = value
     return result
+
+
+def _unfit(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Key paths of what no bounded JSON may hold, and why."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, f"expected a finite number, got {shown(value)}"
+    elif isinstance(value, (dict, list)) and depth > MAX_DEPTH:
+        yield path, f"expected at most {MAX_DEPTH} levels of objects and lists"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, (float, dict, list)):
+                yield from _unfit(item, join(path, key), depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, (float, dict, list)):
+                yield from _unfit(item, f"{path}[{index}]", depth + 1)

@@ -176,6 +176,28 @@ def test_links_are_followed_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
         check_digest(open_bundle(folder), "decode.pt2")
 
 
+@pytest.mark.parametrize("target", ["../decode.pt2", "../blobs/decode.pt2", "/{folder}/decode.pt2"])
+@pytest.mark.parametrize("name", ["decode.pt2", FILE_NAME])
+def test_a_link_out_of_the_bundle_is_refused(tmp_path: Path, name: str, target: str) -> None:
+    path = write_sample(tmp_path / "b") / name
+    outside = tmp_path / "b" / target.format(folder=tmp_path).replace("decode.pt2", name)
+    outside.parent.mkdir(exist_ok=True)
+    path.rename(outside)
+    path.symlink_to(outside)
+    with pytest.raises(LlamaExportError) as caught:
+        open_bundle(tmp_path / "b")
+    assert str(caught.value) == f"{path}: expected no link out of the bundle"
+    assert caught.value.hint == "copy the bundle with its files in place of the links (cp -rL)"
+
+
+def test_a_link_within_the_bundle_and_a_linked_bundle_are_followed(tmp_path: Path) -> None:
+    folder = write_sample(tmp_path / "b")
+    (folder / "decode.pt2").rename(folder / "other.pt2")
+    (folder / "decode.pt2").symlink_to("other.pt2")
+    (tmp_path / "linked").symlink_to("b")
+    check_digest(open_bundle(tmp_path / "linked"), "decode.pt2")
+
+
 def test_another_content_of_the_same_size_has_another_digest(tmp_path: Path) -> None:
     folder = write_sample(tmp_path / "b")
     shutil.copy(folder / "decode.pt2", folder / "x")

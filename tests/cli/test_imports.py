@@ -34,6 +34,7 @@ main()
         ["run", "--help"],
         ["verify", "--help"],
         ["perplexity", "--help"],
+        ["diff", "--help"],
         ["entries"],
         ["inspect"],
     ],

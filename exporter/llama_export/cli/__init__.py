@@ -20,6 +20,7 @@ PROGRAM = "llama-export"
 COMMANDS = {
     "build": "Build a bundle from a checkpoint.",
     "cache": "List or remove programs that earlier builds made.",
+    "diff": "Show what changed between two bundles.",
     "entries": "List the entries that can be built.",
     "inspect": "Show what a bundle holds.",
     "perplexity": "Measure how well bundles predict a text.",

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llama_artifacts import integrity
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import VerificationError
 from llama_artifacts.manifest import Format
+from llama_artifacts.summary import show_bytes
 from llama_export.cli import errors, output
 from llama_export.cli.options import (
     OPTIONS,
@@ -34,6 +36,7 @@ EXAMPLES = (
     ("Native code only:", "llama-export verify smollm2-135m --format aoti"),
     ("One law, one entry:", "llama-export verify smollm2-135m --law pages --entry decode_paged"),
     ("As on the machine that built it:", "llama-export verify smollm2-135m --vectors"),
+    ("The files alone, nothing is run:", "llama-export verify smollm2-135m --integrity"),
     (
         "Against another implementation, with samples of both:",
         "llama-export verify smollm2-135m --against transformers",
@@ -75,6 +78,13 @@ class VerifyCommand(Command):
     help="An entry to check, such as decode or generate; repeat it for several.",
 )
 @option(
+    "--integrity",
+    "is_integrity",
+    is_flag=True,
+    show_default=False,
+    help="Compare the files with the manifest instead: extra, missing, changed. Nothing is run.",
+)
+@option(
     "--vectors",
     "uses_vectors",
     is_flag=True,
@@ -105,6 +115,7 @@ def command(
     laws: tuple[str, ...],
     formats: tuple[Format, ...],
     entries: tuple[str, ...],
+    is_integrity: bool,
     uses_vectors: bool,
     against: str | None,
     is_recorded: bool,
@@ -121,6 +132,13 @@ def command(
 
     The exit status is 1 if any check fails.
     """
+    if is_integrity:
+        if laws or formats or entries or uses_vectors or against or is_recorded:
+            hint = "verify twice: the files first, then what they compute"
+            raise errors.UsageError("--integrity takes only --json with it", ctx=ctx, hint=hint)
+        _check_files(ctx, bundle, as_json=as_json)
+        return
+
     from llama_export.verify import record, verify
 
     with output.reporter() as reporter:
@@ -153,6 +171,35 @@ def command(
     if failure is not None:
         errors.show(failure, as_json=False)
         ctx.exit(errors.EXIT_FAILURE)
+
+
+def _check_files(ctx: click.Context, bundle: Path, *, as_json: bool) -> None:
+    with output.reporter() as reporter, reporter.step("hash files") as advance:
+        report = integrity.check(bundle, advance=advance)
+    failure = report.error()
+    if as_json:
+        error = {} if failure is None else {"error": errors.to_dict(failure)}
+        output.write_json({**_integrity_dict(report), **error})
+    elif report.faults:
+        rows = [(fault.file, fault.kind, fault.detail) for fault in report.faults]
+        output.write_table(rows, columns=("file", "fault", "detail"))
+    else:
+        output.write(
+            f"{report.num_files} files, {show_bytes(report.num_bytes)}: all as listed, none extra\n"
+        )
+    if failure is not None:
+        errors.show(failure, as_json=False)
+        ctx.exit(errors.EXIT_FAILURE)
+
+
+def _integrity_dict(report: integrity.Report) -> dict[str, Any]:
+    return {
+        "bundle": str(report.folder),
+        "passed": not report.faults,
+        "files": report.num_files,
+        "bytes": report.num_bytes,
+        "faults": encode(report.faults),
+    }
 
 
 def _compare(
