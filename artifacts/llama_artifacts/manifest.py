@@ -20,6 +20,8 @@ FILE_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+SIGNATURE_NAME = "model.sig"
+"""The one file that may lie beside the manifest without being listed: it signs the others."""
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 CAPABILITY = "compute capability"
 """A key of `Program.requires`."""
@@ -54,12 +56,14 @@ class Source:
     """Where a checkpoint came from, without any path of the machine that built the bundle.
 
     `kind` is `folder`, `gguf` or `hub`; `name` is a file or folder name without its parents, or
-    the hub's `owner/name`; `revision` is the hub commit, else None.
+    the hub's `owner/name`; `revision` is the hub commit, else None. `license` is what the
+    checkpoint says of itself, such as `apache-2.0`, else None.
     """
 
     kind: str
     name: str
     revision: str | None = None
+    license: str | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ class Manifest:
 
     def _check_files(self) -> None:
         for name in self.files:
-            if not _FILE_NAME.fullmatch(name) or name == FILE_NAME:
+            if not _FILE_NAME.fullmatch(name) or name in (FILE_NAME, SIGNATURE_NAME):
                 raise ValueError(f"expected a plain file name in `files`, got {shown(name)}")
         for program in self.programs:
             if program.file not in self.files:

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_artifacts.errors import CheckpointError
+from llama_artifacts.errors import CheckpointError, LlamaExportError
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import check_hf_config
 from llama_export.checkpoint.files import CONFIG, INDEX, SINGLE, read_index, read_json, shards
+from llama_export.checkpoint.model_card import MODEL_CARD
 from llama_export.checkpoint.tokenizer_files import COPIED
 
-SMALL_FILES = (*COPIED, INDEX)
+SMALL_FILES = (*COPIED, INDEX, MODEL_CARD)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def fetch(repository: str, *, revision: str | None = None, headers_only: bool = 
         CheckpointError: the hub refuses, cannot be reached, or has no such checkpoint.
     """
     place = repository if revision is None else f"{repository}@{revision}"
-    with _hub_errors(repository, place):
+    with hub_errors(repository, place):
         from huggingface_hub import snapshot_download
 
         folder = Path(
@@ -117,7 +118,9 @@ def _cache() -> Path:
 
 
 @contextmanager
-def _hub_errors(repository: str, place: str) -> Iterator[None]:
+def hub_errors(
+    repository: str, place: str, *, error: type[LlamaExportError] = CheckpointError
+) -> Iterator[None]:
     """Turns every known failure of the hub into one line with a hint."""
     from huggingface_hub import errors
 
@@ -136,7 +139,7 @@ def _hub_errors(repository: str, place: str) -> Iterator[None]:
         yield
     except (*known, *transport) as cause:
         message, hint = _explain(cause, repository)
-        raise CheckpointError(message, where=place, hint=hint) from cause
+        raise error(message, where=place, hint=hint) from cause
 
 
 def _explain(cause: Exception, repository: str) -> tuple[str, str]:

@@ -189,6 +189,14 @@ def _token_ids(
     help="Refuse compiled programs (aoti): they are code, and run with your rights.",
 )
 @option(
+    "--require-signature",
+    group=PROGRAM,
+    type=click.Path(path_type=Path),
+    metavar="KEY",
+    show_default="unsigned bundles run, too",
+    help="Refuse a bundle that is not signed by this public key (a PEM file), or that changed since.",
+)
+@option(
     "--stats",
     is_flag=True,
     show_default=False,
@@ -207,6 +215,7 @@ def command(
     device: str,
     threads: int | None,
     no_native: bool,
+    require_signature: Path | None,
     stats: bool,
     as_json: bool,
     **settings: Any,
@@ -226,7 +235,12 @@ def command(
 
         started = time.perf_counter()
         loaded = llama_runtime.load(
-            bundle, device=device, format=format, threads=threads, allow_native=not no_native
+            bundle,
+            device=device,
+            format=format,
+            threads=threads,
+            allow_native=not no_native,
+            require_signature=require_signature,
         )
         # The programs are loaded here, too; the model's first step comes with the first piece.
         stream: Any

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import VerificationError
 from llama_artifacts.manifest import Format
-from llama_export.cli import errors, output
+from llama_export.cli import errors, output, signatures
 from llama_export.cli.options import (
     OPTIONS,
     Command,
@@ -32,6 +32,7 @@ EXAMPLES = (
     ("Every law on every program:", "llama-export verify smollm2-135m"),
     ("Native code only:", "llama-export verify smollm2-135m --format aoti"),
     ("One law, one entry:", "llama-export verify smollm2-135m --law pages --entry decode_paged"),
+    ("Who signed it, and whether it changed:", signatures.EXAMPLE),
     ("As on the machine that built it:", "llama-export verify smollm2-135m --vectors"),
     (
         "Against another implementation, with samples of both:",
@@ -94,10 +95,12 @@ class VerifyCommand(Command):
     show_default=False,
     help="Write the results into the manifest if all of them are good.",
 )
+@signatures.options
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     *,
     bundle: Path,
     laws: tuple[str, ...],
@@ -107,6 +110,7 @@ def command(
     against: str | None,
     is_recorded: bool,
     as_json: bool,
+    **signature: Any,
 ) -> None:
     """Check that a bundle computes what it must.
 
@@ -114,10 +118,17 @@ def command(
 
     Runs every program and checks its laws, each with a figure and the most it may be: that it
     agrees with the plain model in float32 (parity), that a token changes nothing before it
-    (causal), that a prompt in chunks equals the prompt whole (chunks), and so on.
+    (causal), that a prompt in chunks equals the prompt whole (chunks), and so on. With --signature
+    nothing is run: the signature and every file are checked.
 
     The exit status is 1 if any check fails.
     """
+    verifier = signatures.verifier(**signature)
+    if verifier is not None:
+        is_more = bool(laws or formats or entries or uses_vectors or against or is_recorded)
+        signatures.check(bundle, verifier, is_more=is_more, as_json=as_json)
+        return
+
     from llama_export.verify import record, verify
 
     with output.reporter() as reporter:
