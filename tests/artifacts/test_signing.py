@@ -82,13 +82,8 @@ def test_a_signature_covers_every_file(signed: Path, pair: Pair) -> None:
     assert signer_name(signature).startswith("key sha256:")
 
 
-def test_a_signed_bundle_can_be_moved_renamed_and_linked(
-    signed: Path, pair: Pair, tmp_path: Path
-) -> None:
-    moved = signed.rename(tmp_path / "an other näme")
-    (moved / "decode.pt2").rename(tmp_path / "blob")
-    (moved / "decode.pt2").symlink_to(tmp_path / "blob")
-    open_signed(moved, PublicKey(pair.public))
+def test_a_signed_bundle_can_be_moved_and_renamed(signed: Path, pair: Pair, tmp_path: Path) -> None:
+    open_signed(signed.rename(tmp_path / "an other näme"), PublicKey(pair.public))
 
 
 def test_signing_again_replaces_the_signature(signed: Path, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import environment, start
 from tests.bundles import write_sample
+from tests.cli.running import environment, start
 
 HEAVY = (
     "torch",

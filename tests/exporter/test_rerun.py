@@ -29,7 +29,15 @@ from tests.tiny import tiny_config
 
 def program(entry: str, format: Any = "pt2", variant: Variant | None = None, **kw: Any) -> Program:
     """What `build` declares for the tiny model, without tracing anything."""
-    sizes = Sizes(config_from_hf(tiny_config(), where="config.json"), 1, 64, "f32", page_len=8, max_rows=4, max_pages=5)
+    sizes = Sizes(
+        config_from_hf(tiny_config(), where="config.json"),
+        1,
+        64,
+        "f32",
+        page_len=8,
+        max_rows=4,
+        max_pages=5,
+    )
     spec = registry.find(entry).sized(sizes)
     stem = spec.stem if variant is None else variant.stem(spec)
     settings: dict[str, Any] = {
@@ -186,7 +194,9 @@ def test_the_file_is_the_recipe(tmp_path: Path, recipes: list[Recipe]) -> None:
 
 def test_the_command_line_comes_first(tmp_path: Path, recipes: list[Recipe]) -> None:
     path = write_config(tmp_path, model="tiny", entries=["decode"], max_seq=64, formats=["pt2"])
-    invoke("build", "./here", "--config", path, "--entry", "forward", "--max-seq", "32", "-o", "out")
+    invoke(
+        "build", "./here", "--config", path, "--entry", "forward", "--max-seq", "32", "-o", "out"
+    )
     (recipe,) = recipes
     assert (recipe.model, recipe.entries, recipe.max_seq) == ("./here", ("forward",), 32)
     assert recipe.formats == ("pt2",)
