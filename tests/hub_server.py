@@ -14,6 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 Files = dict[str, bytes]
 
 
@@ -78,6 +81,13 @@ def serving() -> Iterator[Hub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def point_at(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes huggingface_hub in this process talk to that hub, as HF_ENDPOINT does in a new one."""
+    path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + path)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -25,6 +25,15 @@ from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME
 from llama_artifacts.signature_file import DAMAGED_HINT, Kind, SignatureFile
 from llama_artifacts.strict_json import printable
 
+_SHOWN: dict[Kind, str] = {
+    "key": "a key",
+    "certificate": "a certificate",
+    "sigstore": "a Sigstore identity",
+}
+SIGN_HINT = "check the key, its password and certificate; Sigstore needs a network and a login"
+VERIFY_HINT = (
+    "is it the right key, certificate or identity? If so, get the bundle again from its signer"
+)
 CHANGED_HINT = (
     "`verify --record` and other commands that write into a bundle end its signature: sign it again"
     " after them; if none did, get the bundle again"
@@ -140,7 +149,10 @@ def sign(folder: Path, signer: Signer) -> SignatureFile:
     """
     bundle = open_bundle(folder)
     check_names(bundle)
-    with tempfile.TemporaryDirectory() as scratch, _known_failures(folder, "cannot be signed"):
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _known_failures(folder, "cannot be signed", hint=SIGN_HINT),
+    ):
         path = Path(scratch) / SIGNATURE_NAME
         config = signer.configure(_module("signing").Config())
         config.set_hashing_config(_hashing()).sign(folder, path)
@@ -169,9 +181,13 @@ def open_signed(folder: Path, verifier: Verifier) -> tuple[Bundle, SignatureFile
     """
     signature = signature_file.read(folder / SIGNATURE_NAME)
     if signature.kind != verifier.kind:
-        message = f"expected a signature by a {verifier.kind}, got one by a {signature.kind}"
-        raise SignatureError(message, where=signature.path)
-    with tempfile.TemporaryDirectory() as scratch, _known_failures(signature.path, "is not good"):
+        expected, got = _SHOWN[verifier.kind], _SHOWN[signature.kind]
+        message = f"expected a signature by {expected}, got one by {got}"
+        raise SignatureError(message, where=signature.path, hint=VERIFY_HINT)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _known_failures(signature.path, "is not good", hint=VERIFY_HINT),
+    ):
         path = Path(scratch) / SIGNATURE_NAME
         path.write_bytes(signature.data)  # what was read above, not what is there by now
         config = verifier.configure(_module("verifying").Config())
@@ -266,7 +282,7 @@ def _check_dates(signature: SignatureFile) -> None:
 
 
 @contextmanager
-def _known_failures(where: Path, what: str) -> Iterator[None]:
+def _known_failures(where: Path, what: str, *, hint: str) -> Iterator[None]:
     """One line for what model-signing and the libraries below it raise.
 
     They have no base class in common, and raise plain errors for keys and signatures of the wrong
@@ -289,7 +305,7 @@ def _known_failures(where: Path, what: str) -> Iterator[None]:
     ) as cause:
         is_foreign = isinstance(cause, crypto.InvalidSignature) or "Key mismatch" in str(cause)
         reason = "by another key than expected, or altered" if is_foreign else _reason(cause)
-        raise SignatureError(f"{what}: {reason}", where=where) from cause
+        raise SignatureError(f"{what}: {reason}", where=where, hint=hint) from cause
 
 
 def _reason(cause: BaseException) -> str:

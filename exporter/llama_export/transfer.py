@@ -126,7 +126,8 @@ def pull(
             commit = str(info.sha)
             there = {sibling.rfilename for sibling in info.siblings or ()}
             manifest = _fetch_manifest(name, commit, partial, there, place=repository)
-            check_space(target, sum(file.bytes for file in manifest.files.values()))
+            missing = {name for name in manifest.files if not (partial / name).exists()}
+            check_space(target, sum(manifest.files[name].bytes for name in missing))
             names = {*manifest.files, FILE_NAME, SIGNATURE_NAME} & there
             api.snapshot_download(
                 name, revision=commit, local_dir=partial, allow_patterns=sorted(names)

@@ -187,7 +187,8 @@ def test_another_key_that_claims_to_be_the_expected_one(
 @pytest.mark.parametrize("verifier", [Authority((Path("none"),)), Identity("me", "https://issuer")])
 def test_another_kind_of_signer(signed: Path, verifier: Verifier) -> None:
     message = refused(signed, verifier).message
-    assert message == f"expected a signature by a {verifier.kind}, got one by a key"
+    shown = {"certificate": "a certificate", "sigstore": "a Sigstore identity"}[verifier.kind]
+    assert message == f"expected a signature by {shown}, got one by a key"
 
 
 def test_another_authority(signed: Path, tmp_path: Path) -> None:
@@ -372,6 +373,33 @@ def test_sigstore_is_asked_as_it_was_chosen(bundle: Path, monkeypatch: pytest.Mo
         "identity_token": "a token",
         "use_ambient_credentials": True,
         "use_staging": True,
+    }
+
+
+def test_an_identity_is_checked_as_it_was_named(
+    signed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As above: only what Sigstore would be asked."""
+    from model_signing import verifying
+    from sigstore.errors import VerificationError
+
+    asked: dict[str, Any] = {}
+
+    def use(self: Any, **settings: Any) -> None:
+        asked.update(settings)
+        raise VerificationError("Certificate's SANs do not match me@example.org")
+
+    monkeypatch.setattr(verifying.Config, "use_sigstore_verifier", use)
+    edit(
+        signed,
+        lambda v: v.update(verificationMaterial={"certificate": {"rawBytes": "AAAA"}}),
+    )
+    error = refused(signed, Identity("me@example.org", "https://issuer"))
+    assert error.message == "is not good: Certificate's SANs do not match me@example.org"
+    assert asked == {
+        "identity": "me@example.org",
+        "oidc_issuer": "https://issuer",
+        "use_staging": False,
     }
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from llama_export.checkpoint.gguf import GgufCheckpoint
 from llama_export.checkpoint.hf import HfCheckpoint
 from llama_export.checkpoint.model_card import MAX_CARD_BYTES, MODEL_CARD, read_license
 from tests.tiny import write_tiny
+from tests.tiny_gguf import write_tiny_gguf
 
 CARDS = {
     "an identifier": ("---\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n", "apache-2.0"),
@@ -43,3 +45,9 @@ def test_a_checkpoint_tells_its_licence(tmp_path: Path) -> None:
     assert HfCheckpoint.open(folder).source.license is None
     (folder / MODEL_CARD).write_text("---\nlicense: mit\n---\n")
     assert HfCheckpoint.open(folder).source.license == "mit"
+
+
+def test_a_gguf_file_tells_its_licence(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny")
+    path = write_tiny_gguf(tmp_path, folder, metadata={"general.license": "apache-2.0"})
+    assert GgufCheckpoint.open(path).source.license == "apache-2.0"

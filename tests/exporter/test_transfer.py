@@ -23,7 +23,7 @@ from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME
 from llama_artifacts.signing import PrivateKey, PublicKey, sign
 from llama_export.transfer import pull, push
 from tests.bundles import CONTENTS, write_sample
-from tests.hub_server import Hub, Repository, serving
+from tests.hub_server import Hub, Repository, point_at, serving
 from tests.keys import write_pair
 
 NAME = "me/tiny-bundle"
@@ -35,9 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the library's own retries
     with serving() as hub:
-        path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + path)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        point_at(hub, monkeypatch)
         yield hub
 
 
