@@ -139,8 +139,10 @@ def _is_default(manifest: Manifest) -> bool:
 def _dtype(bundle: Bundle) -> str | None:
     """The compute dtype; None where weights are stored in several, which only the default keeps."""
     manifest = bundle.manifest
-    if manifest.weights != "copy":
+    if manifest.weights == "none":
         return manifest.dtype
+    if manifest.weights != "copy":
+        return None  # they stay in the checkpoint's own files, as they are
     header = read_header(bundle.path(WEIGHTS_NAME), error=ManifestError)
     kinds = {tensor.dtype for name, tensor in header.tensors.items() if not name.endswith(_FIXED)}
     return manifest.dtype if kinds <= {manifest.dtype, E4M3} else None
