@@ -13,7 +13,9 @@ from llama_artifacts.errors import (
     LlamaExportError,
     ManifestError,
     SessionError,
+    SignatureError,
     TokenizerError,
+    TransferError,
     VerificationError,
 )
 from llama_artifacts.manifest import Manifest, Program
@@ -34,9 +36,11 @@ __all__ = [
     "Program",
     "SessionError",
     "Signature",
+    "SignatureError",
     "StateSpec",
     "TensorSpec",
     "TokenizerError",
+    "TransferError",
     "VerificationError",
     "open_bundle",
 ]

@@ -61,6 +61,23 @@ def open_bundle(folder: Path) -> Bundle:
     return bundle
 
 
+def check_names(bundle: Bundle) -> None:
+    """Checks that nothing lies in the folder but the manifest, what it lists, and a signature.
+
+    Raises:
+        IntegrityError: something else is there; or the folder cannot be read.
+    """
+    known = {*bundle.manifest.files, manifests.FILE_NAME, manifests.SIGNATURE_NAME}
+    try:
+        extra = sorted(path.name for path in bundle.folder.iterdir() if path.name not in known)
+    except OSError as cause:
+        message = f"cannot be read: {cause.strerror}"
+        raise IntegrityError(message, where=bundle.folder, hint=_HINT) from cause
+    if extra:
+        message = "extra: expected only what the manifest lists"
+        raise IntegrityError(message, where=bundle.path(extra[0]), hint="move it elsewhere")
+
+
 def check_digest(bundle: Bundle, name: str) -> None:
     """Hashes one listed file.
 
@@ -145,6 +162,17 @@ def put_file(folder: Path, name: str, data: bytes) -> None:
         _replace_bytes(folder / name, data)
         files = {**manifest.files, name: describe(folder / name)}
         _write_manifest(folder, replace(manifest, files=files))
+
+
+def put_signature(folder: Path, data: bytes) -> None:
+    """Puts a signature beside the manifest, or replaces the one that is there, at once.
+
+    Raises:
+        BuildError: the folder cannot be written.
+    """
+    path = folder / manifests.SIGNATURE_NAME
+    with _changing(folder, path):
+        _replace_bytes(path, data)
 
 
 def rewrite_manifest(bundle: Bundle, manifest: Manifest) -> None:

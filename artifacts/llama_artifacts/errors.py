@@ -63,10 +63,22 @@ class IntegrityError(LlamaExportError):
     default_hint = "copy the bundle again, or build it again"
 
 
+class SignatureError(LlamaExportError):
+    """A bundle is not signed, is signed by someone else, or changed since it was signed."""
+
+    default_hint = "get the bundle again from whoever signed it"
+
+
 class CompatibilityError(LlamaExportError):
     """The bundle is sound, but this machine or toolchain cannot run what was asked of it."""
 
     default_hint = "build the bundle again for this machine"
+
+
+class TransferError(LlamaExportError):
+    """A bundle could not be put on the hub, or got from it."""
+
+    default_hint = "check the network and the repository's name, and try again"
 
 
 class InputError(LlamaExportError, ValueError):

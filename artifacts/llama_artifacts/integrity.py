@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import Bundle, check_digest, misfit
+from llama_artifacts.bundle import Bundle, check_digest, misfit, open_bundle
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME
 from llama_artifacts.safetensors import header_digest, read_header
@@ -104,6 +104,17 @@ def check(
     faults += _extra(bundle)
     num_bytes = sum(file.bytes for file in files.values())
     return Report(folder, len(files), num_bytes, tuple(sorted(faults, key=lambda x: x.file)))
+
+
+def check_whole(folder: Path) -> Bundle:
+    """Opens a bundle that holds what its manifest lists, byte for byte, and nothing else.
+
+    Raises:
+        ManifestError, CompatibilityError, IntegrityError: as `check`, or it does not.
+    """
+    if (error := check(folder).error()) is not None:
+        raise error
+    return open_bundle(folder)
 
 
 def check_index(bundle: Bundle) -> None:

@@ -69,12 +69,14 @@ class Source:
     """Where a checkpoint came from, without any path of the machine that built the bundle.
 
     `kind` is `folder`, `gguf` or `hub`; `name` is a file or folder name without its parents, or
-    the hub's `owner/name`; `revision` is the hub commit, else None.
+    the hub's `owner/name`; `revision` is the hub commit, else None. `license` is what the
+    checkpoint says of itself, such as `apache-2.0`, else None.
     """
 
     kind: str
     name: str
     revision: str | None = None
+    license: str | None = None
 
 
 @dataclass(frozen=True)

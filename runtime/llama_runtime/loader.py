@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from llama_artifacts import signing
 from llama_artifacts.bundle import Bundle, check_digest, open_bundle
 from llama_artifacts.errors import CompatibilityError, InputError, TokenizerError
 from llama_artifacts.manifest import (
@@ -49,6 +50,7 @@ def load(
     threads: int | None = None,
     allow_native: bool = True,
     weights_dir: str | os.PathLike[str] | None = None,
+    require_signature: str | os.PathLike[str] | None = None,
 ) -> LoadedBundle:
     """Opens a bundle. Programs are loaded when they are first asked for.
 
@@ -62,8 +64,12 @@ def load(
             whose origin is not trusted.
         weights_dir: the checkpoint's folder, for a bundle that refers to its weights; None: the
             hub's cache, or a download.
+        require_signature: a public key (PEM file) by which the bundle must be signed, every file
+            as it was signed. It is checked before anything of the bundle is mapped or loaded;
+            `llama_artifacts.signing.open_signed` says what holds after that.
 
     Raises:
+        SignatureError: the bundle is not signed so.
         ManifestError: the folder holds no sound manifest.
         IntegrityError: a file is missing or has another size than recorded. Digests of programs
             are checked when they are loaded, that of the weights by `llama-export verify`; weights
@@ -72,7 +78,10 @@ def load(
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"expected one of {', '.join(FORMATS)}, got `{format}`", where="format")
-    bundle = open_bundle(Path(path))
+    if require_signature is None:
+        bundle = open_bundle(Path(path))
+    else:
+        bundle, _ = signing.open_signed(Path(path), signing.PublicKey(Path(require_signature)))
     # Programs are opened later, perhaps from another working folder.
     bundle = replace(bundle, folder=bundle.folder.absolute())
     place = _device(device)

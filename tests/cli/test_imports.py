@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bundles import write_sample
 from tests.cli.running import environment, start
-from tests.cli.synthetic import write_bundle
 
 HEAVY = (
     "torch",
@@ -17,6 +17,7 @@ HEAVY = (
     "tokenizers",
     "gguf",
 )
+READERS = ("inspect", "export-config", "sbom")
 SCRIPT = f"""
 import atexit, sys
 atexit.register(lambda: print([n for n in {HEAVY} if n in sys.modules], file=sys.stderr))
@@ -35,13 +36,16 @@ main()
         ["verify", "--help"],
         ["perplexity", "--help"],
         ["diff", "--help"],
+        ["sign", "--help"],
         ["entries"],
         ["inspect"],
+        ["export-config"],
+        ["sbom"],
     ],
     ids=" ".join,
 )
 def test_nothing_heavy_is_imported(tmp_path: Path, words: list[str]) -> None:
-    bundle = [str(write_bundle(tmp_path / "b"))] if words == ["inspect"] else []
+    bundle = [str(write_sample(tmp_path / "b"))] if words[0] in READERS and len(words) == 1 else []
     with start(*words, *bundle, script=SCRIPT) as process:
         stdout, stderr = process.communicate()
     assert process.returncode == 0

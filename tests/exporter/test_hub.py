@@ -144,6 +144,7 @@ def test_only_needed_files_are_asked_for(fake: FakeHub) -> None:
         "tokenizer_config.json",
         "chat_template.jinja",
         "model.safetensors.index.json",
+        "README.md",
     }
     assert weights == SHARDS
 

@@ -27,6 +27,7 @@ from llama_export.checkpoint.gguf_header import GgufTensor, place, read_header
 from llama_export.checkpoint.gguf_metadata import Metadata
 from llama_export.checkpoint.gguf_tokenizer import GgufTokenizer, config_files, read_tokenizer
 from llama_export.checkpoint.layout import check_layout, first_layers
+from llama_export.checkpoint.model_card import as_license
 from llama_export.checkpoint.names import to_hf
 from llama_export.checkpoint.source import TensorInfo
 
@@ -56,9 +57,10 @@ class GgufCheckpoint:
         config: LlamaConfig,
         tokenizer: GgufTokenizer | None,
         notes: tuple[str, ...],
+        license: str | None = None,
     ) -> None:
         self.name = path.stem
-        self.source = Source("gguf", path.name)
+        self.source = Source("gguf", path.name, license=license)
         self.config = config
         self.dtype = suggested_dtype(stored)
         self.tensors: Mapping[str, TensorInfo] = _infos(stored)
@@ -90,7 +92,14 @@ class GgufCheckpoint:
         check_layout(config, _infos(stored), where=path)
         tokenizer = read_tokenizer(metadata, config.vocab_size)
         notes += tokenizer.notes if tokenizer else ("the file holds no tokenizer",)
-        return cls(path, stored=stored, config=config, tokenizer=tokenizer, notes=notes)
+        return cls(
+            path,
+            stored=stored,
+            config=config,
+            tokenizer=tokenizer,
+            notes=notes,
+            license=as_license(metadata.values.get("general.license")),
+        )
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor whole: float32 where it is quantised, else in its stored dtype."""

@@ -38,6 +38,7 @@ from llama_export.checkpoint.layout import (
     expected_tensors,
     first_layers,
 )
+from llama_export.checkpoint.model_card import read_license
 from llama_export.checkpoint.source import Stored, TensorInfo
 from llama_export.checkpoint.tokenizer_files import check_tokenizer, tokenizer_assets
 
@@ -118,7 +119,7 @@ class HfCheckpoint:
         resolved = folder.resolve().name
         return cls(
             name=name or resolved,
-            source=source or Source("folder", resolved),
+            source=replace(source or Source("folder", resolved), license=read_license(folder)),
             config=config,
             dtype=dtype,
             tensors=tensors,

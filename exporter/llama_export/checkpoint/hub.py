@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_artifacts.errors import CheckpointError
+from llama_artifacts.errors import CheckpointError, LlamaExportError
 from llama_artifacts.manifest import File
 from llama_artifacts.places import cache_folder
 from llama_artifacts.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import check_hf_config
 from llama_export.checkpoint.files import CONFIG, INDEX, SINGLE, read_index, read_json, shards
+from llama_export.checkpoint.model_card import MODEL_CARD
 from llama_export.checkpoint.tokenizer_files import COPIED
 
-SMALL_FILES = (*COPIED, INDEX)
+SMALL_FILES = (*COPIED, INDEX, MODEL_CARD)
 HEADER_BLOCK = 2**17
 """Bytes of one request for a header; few headers are longer."""
 
@@ -47,7 +48,7 @@ def fetch(repository: str, *, revision: str | None = None, headers_only: bool = 
         CheckpointError: the hub refuses, cannot be reached, or has no such checkpoint.
     """
     place = repository if revision is None else f"{repository}@{revision}"
-    with _hub_errors(repository, place):
+    with hub_errors(repository, place):
         from huggingface_hub import snapshot_download
 
         folder = Path(
@@ -80,7 +81,7 @@ def describe(repository: str, revision: str, name: str) -> File:
         CheckpointError: the hub cannot be reached, or tells no SHA-256 of it.
     """
     place = f"{repository}@{revision}"
-    with _hub_errors(repository, place):
+    with hub_errors(repository, place):
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         found = get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
@@ -130,7 +131,9 @@ def _remote_header(repository: str, revision: str, name: str) -> bytes:
 
 
 @contextmanager
-def _hub_errors(repository: str, place: str) -> Iterator[None]:
+def hub_errors(
+    repository: str, place: str, *, error: type[LlamaExportError] = CheckpointError
+) -> Iterator[None]:
     """Turns every known failure of the hub into one line with a hint."""
     from huggingface_hub import errors
 
@@ -149,7 +152,7 @@ def _hub_errors(repository: str, place: str) -> Iterator[None]:
         yield
     except (*known, *transport) as cause:
         message, hint = _explain(cause, repository)
-        raise CheckpointError(message, where=place, hint=hint) from cause
+        raise error(message, where=place, hint=hint) from cause
 
 
 def _explain(cause: Exception, repository: str) -> tuple[str, str]:

@@ -51,7 +51,7 @@ def open_checkpoint(
         return _open_path(path, headers_only=headers_only, num_layers=num_layers)
     preset = presets.find(model)
     if preset is None:
-        repository, pinned = _repository(model, revision)
+        repository, pinned = parse_repository(model, revision)
     else:
         repository, pinned = preset.repository, revision or preset.revision
     return _open_hub(
@@ -86,7 +86,12 @@ def _begins_as_gguf(path: Path) -> bool:
         return False
 
 
-def _repository(model: str, revision: str | None) -> tuple[str, str | None]:
+def parse_repository(model: str, revision: str | None = None) -> tuple[str, str | None]:
+    """`owner/name` and the revision of `owner/name[@revision]`.
+
+    Raises:
+        CheckpointError: it is of another form, or names another revision than `revision`.
+    """
     match = _REPOSITORY.fullmatch(model)
     if match is None or ".." in model:
         raise _unknown(model)

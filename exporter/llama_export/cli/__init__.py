@@ -22,12 +22,17 @@ COMMANDS = {
     "cache": "List or remove programs that earlier builds made.",
     "diff": "Show what changed between two bundles.",
     "entries": "List the entries that can be built.",
+    "export-config": "Write down how a bundle was built, for a rerun.",
     "inspect": "Show what a bundle holds.",
     "perplexity": "Measure how well bundles predict a text.",
+    "pull": "Get a bundle from the Hugging Face hub.",
+    "push": "Put a bundle on the Hugging Face hub.",
     "run": "Generate text or tokens from a bundle.",
+    "sbom": "Write a bundle's bill of materials.",
+    "sign": "Sign a bundle.",
     "verify": "Check that a bundle computes what it must.",
 }
-"""Each command's name, which is its module's too, and the first line of its help."""
+"""Each command's name, which is its module's too (`_` for `-`), and the first line of its help."""
 
 _EXAMPLES = (
     ("A preset, from the hub:", "llama-export build smollm2-135m-instruct"),
@@ -55,7 +60,7 @@ class CommandLine(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"{__name__}.{cmd_name}")
+        module = importlib.import_module(f"{__name__}.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

@@ -14,6 +14,7 @@ from llama_artifacts.places import CACHE_VARIABLE
 from llama_artifacts.summary import show_bytes
 from llama_export import presets
 from llama_export.cli import output
+from llama_export.cli.config import config_option
 from llama_export.cli.options import Command, formats_option, json_option, option
 from llama_export.entries.registry import DEFAULT_MAX_NEW, DEFAULT_ROWS, DEFAULT_STEPS
 from llama_export.recipe import DEFAULT_ENTRIES, DEFAULT_MAX_SEQ, Recipe
@@ -47,6 +48,7 @@ class BuildCommand(Command):
 
 @click.command(cls=BuildCommand, examples=EXAMPLES)
 @click.argument("model")
+@config_option
 @option(
     "--entry",
     "entries",
@@ -221,7 +223,8 @@ def command(
     """Build a bundle from a checkpoint.
 
     MODEL is a checkpoint folder as on the Hugging Face hub (config.json and safetensors), a .gguf
-    file, a hub repository as owner/name or owner/name@revision, or a preset (listed below).
+    file, a hub repository as owner/name or owner/name@revision, or a preset (listed below). With
+    --config it may be left out where the file names a hub repository.
 
     Programs are traced without the weights' data, so also a large model builds quickly. The bundle
     appears when it is whole: a build that fails or is stopped leaves nothing behind.

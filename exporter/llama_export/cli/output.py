@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llama_artifacts.errors import LlamaExportError
@@ -63,6 +64,27 @@ def write(text: str) -> None:
         drop_stdout()
         message = f"cannot be written: {cause.strerror or cause}"
         raise OutputError(message, where="standard output") from cause
+
+
+def write_file(text: str, path: Path | None, *, bundle: Path) -> None:
+    """A document about a bundle: to a file, whole or not at all; to stdout where None.
+
+    Raises:
+        OutputError: the file cannot be written, or would become an unlisted file of the bundle.
+    """
+    if path is None:
+        write(text)
+        return
+    if path.absolute().parent.resolve() == bundle.resolve():
+        hint = "choose a file outside of the bundle"
+        raise OutputError("a bundle holds its own files only", where=path, hint=hint)
+    staged = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    except OSError as cause:
+        staged.unlink(missing_ok=True)
+        raise OutputError(f"cannot be written: {cause.strerror or cause}", where=path) from cause
 
 
 def write_piece(text: str) -> None:

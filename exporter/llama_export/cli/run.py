@@ -197,6 +197,14 @@ def _token_ids(
 )
 @weights_dir_option
 @option(
+    "--require-signature",
+    group=PROGRAM,
+    type=click.Path(path_type=Path),
+    metavar="KEY",
+    show_default="unsigned bundles run, too",
+    help="Refuse a bundle that is not signed by this public key (a PEM file), or that changed since.",
+)
+@option(
     "--stats",
     is_flag=True,
     show_default=False,
@@ -216,6 +224,7 @@ def command(
     threads: int | None,
     no_native: bool,
     weights_dir: Path | None,
+    require_signature: Path | None,
     stats: bool,
     as_json: bool,
     **settings: Any,
@@ -241,6 +250,7 @@ def command(
             threads=threads,
             allow_native=not no_native,
             weights_dir=weights_dir,
+            require_signature=require_signature,
         )
         # The programs are loaded here, too; the model's first step comes with the first piece.
         stream: Any

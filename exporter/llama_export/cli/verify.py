@@ -13,7 +13,7 @@ from llama_artifacts.codec import encode
 from llama_artifacts.errors import VerificationError
 from llama_artifacts.manifest import Format
 from llama_artifacts.summary import show_bytes
-from llama_export.cli import errors, output
+from llama_export.cli import errors, output, signatures
 from llama_export.cli.options import (
     OPTIONS,
     Command,
@@ -35,6 +35,7 @@ EXAMPLES = (
     ("Every law on every program:", "llama-export verify smollm2-135m"),
     ("Native code only:", "llama-export verify smollm2-135m --format aoti"),
     ("One law, one entry:", "llama-export verify smollm2-135m --law pages --entry decode_paged"),
+    ("Who signed it, and whether it changed:", signatures.EXAMPLE),
     ("As on the machine that built it:", "llama-export verify smollm2-135m --vectors"),
     ("The files alone, nothing is run:", "llama-export verify smollm2-135m --integrity"),
     (
@@ -106,10 +107,12 @@ class VerifyCommand(Command):
     help="Write the results into the manifest if all of them are good.",
 )
 @weights_dir_option
+@signatures.options
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     *,
     bundle: Path,
     laws: tuple[str, ...],
@@ -121,6 +124,7 @@ def command(
     is_recorded: bool,
     weights_dir: Path | None,
     as_json: bool,
+    **signature: Any,
 ) -> None:
     """Check that a bundle computes what it must.
 
@@ -128,15 +132,21 @@ def command(
 
     Runs every program and checks its laws, each with a figure and the most it may be: that it
     agrees with the plain model in float32 (parity), that a token changes nothing before it
-    (causal), that a prompt in chunks equals the prompt whole (chunks), and so on.
+    (causal), that a prompt in chunks equals the prompt whole (chunks), and so on. With --signature
+    nothing is run: the signature and every file are checked.
 
     The exit status is 1 if any check fails.
     """
+    is_more = bool(laws or formats or entries or uses_vectors or against or is_recorded)
+    verifier = signatures.verifier(**signature)
     if is_integrity:
-        if laws or formats or entries or uses_vectors or against or is_recorded:
+        if is_more or verifier is not None:
             hint = "verify twice: the files first, then what they compute"
             raise errors.UsageError("--integrity takes only --json with it", ctx=ctx, hint=hint)
         _check_files(ctx, bundle, as_json=as_json)
+        return
+    if verifier is not None:
+        signatures.check(bundle, verifier, is_more=is_more, as_json=as_json)
         return
 
     from llama_export.verify import record, verify

@@ -1,0 +1,163 @@
+"""The recipe of a bundle, read off its manifest and weights header, so that `build` can rerun it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+from llama_artifacts.bundle import Bundle
+from llama_artifacts.errors import BuildError, CompatibilityError, ManifestError
+from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Manifest, Program, Source
+from llama_artifacts.safetensors import read_header
+from llama_artifacts.strict_json import parse_object, shown
+from llama_export.checkpoint.fp8 import E4M3
+from llama_export.checkpoint.layout import SCALE
+from llama_export.entries import registry
+from llama_export.entries.variants import DEFAULTS, NONE
+
+T = TypeVar("T")
+_FIXED = (SCALE, ".inv_freq")
+"""How the names of weights end whose dtype no choice changes."""
+VERSION_KEY, VERSION = "llama-export", 1
+"""The key that marks such a file, and the version of its form."""
+
+
+def to_json(bundle: Bundle) -> str:
+    """The recipe as JSON: the choices of `build` by the names of `Recipe`'s fields.
+
+    Choices that the bundle leaves open, such as a page size where nothing is paged, are left out.
+    The model is the hub repository with its commit; of a local checkpoint only the name is known.
+
+    Raises:
+        CompatibilityError: the programs come from several builds that differ, such as one for the
+            CPU and one for CUDA.
+        ManifestError, IntegrityError: the weights' header is damaged.
+    """
+    text = json.dumps({VERSION_KEY: VERSION, **choices(bundle)}, indent=2, ensure_ascii=False)
+    return text + "\n"
+
+
+def from_json(data: bytes, *, where: object, known: Collection[str]) -> dict[str, Any]:
+    """The choices of such a file.
+
+    Args:
+        data: its bytes.
+        where: its place, for messages.
+        known: the choices there are.
+
+    Raises:
+        BuildError: it is no JSON object, is of another version, or holds an unknown key.
+    """
+    value = parse_object(data, where=where, error=BuildError)
+    hint = "`llama-export export-config` writes such files"
+    found = value.pop(VERSION_KEY, None)
+    if found != VERSION:
+        message = f"expected `{VERSION_KEY}`: {VERSION}, got {shown(found)}"
+        raise BuildError(message, where=where, hint=hint)
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        raise BuildError("unknown key", where=f"{where}#{unknown[0]}", hint=hint)
+    return value
+
+
+def choices(bundle: Bundle) -> dict[str, Any]:
+    """The choices of the build, by name; see `to_json`."""
+    manifest = bundle.manifest
+    programs = manifest.programs
+    general = [program for program in programs if not program.variant]
+    formats = {program.format for program in programs}
+    found = {
+        "model": _model(manifest.source),
+        "entries": list(manifest.entries()),
+        "formats": [format for format in FORMATS if format in formats],
+        "max_seq": manifest.max_seq,
+        "batch": manifest.batch,
+        "page_size": _only(_page_sizes(general), "page sizes", bundle),
+        "rows": _only(_dims(general, "Rows"), "sizes of `Rows`", bundle),
+        "pages": _only(_dims(general, "Pages"), "sizes of `Pages`", bundle),
+        "variants": _variants(bundle),
+        "dtype": _dtype(bundle),
+        "device": _only((p.target.device for p in programs), "devices", bundle),
+        "isa": _only((p.target.isa for p in programs if p.target.isa), "ISAs", bundle),
+        "numerics": _only((p.numerics for p in programs if p.numerics), "numerics", bundle),
+        "num_layers": manifest.model.num_layers,
+        "weights": manifest.weights,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _model(source: Source) -> str:
+    return source.name if source.revision is None else f"{source.name}@{source.revision}"
+
+
+def _page_sizes(programs: Iterable[Program]) -> Iterable[int | str]:
+    for program in programs:
+        for state in program.signature.states:
+            if registry.find(program.entry).states == "pool":
+                yield state.shape[2]
+
+
+def _dims(programs: Iterable[Program], name: str) -> Iterable[int]:
+    for program in programs:
+        yield from (dim.max for dim in program.signature.dims if dim.name == name)
+
+
+def _variants(bundle: Bundle) -> list[str] | None:
+    """None for the defaults, which are in some formats only; else each, which is in all formats."""
+    manifest = bundle.manifest
+    if _is_default(manifest):
+        return None
+    built = [program for program in manifest.programs if program.variant]
+    labels = list(dict.fromkeys(program.label for program in built))
+    for label in labels:
+        entry = next(program.entry for program in built if program.label == label)
+        formats = {p.format for p in manifest.programs if p.entry == entry and not p.variant}
+        if {program.format for program in built if program.label == label} != formats:
+            raise _several(f"variant {shown(label)}, in some formats only", bundle)
+    return labels or [NONE]
+
+
+def _is_default(manifest: Manifest) -> bool:
+    general = [program for program in manifest.programs if not program.variant]
+    expected = {
+        (program.entry, program.format, frozenset(variant.sizes.items()))
+        for program in general
+        for variant in DEFAULTS
+        if registry.find(program.entry).method == registry.find(variant.entry).method
+        and (variant.formats is None or program.format in variant.formats)
+        and variant.device in (None, program.target.device)
+    }
+    found = {
+        (program.entry, program.format, frozenset(program.variant.items()))
+        for program in manifest.programs
+        if program.variant
+    }
+    return found == expected
+
+
+def _dtype(bundle: Bundle) -> str | None:
+    """The compute dtype; None where weights are stored in several, which only the default keeps."""
+    manifest = bundle.manifest
+    if manifest.weights == "none":
+        return manifest.dtype
+    if manifest.weights != "copy":
+        return None  # they stay in the checkpoint's own files, as they are
+    header = read_header(bundle.path(WEIGHTS_NAME), error=ManifestError)
+    kinds = {tensor.dtype for name, tensor in header.tensors.items() if not name.endswith(_FIXED)}
+    return manifest.dtype if kinds <= {manifest.dtype, E4M3} else None
+
+
+def _only(values: Iterable[T], what: str, bundle: Bundle) -> T | None:
+    found = list(dict.fromkeys(values))
+    if len(found) > 1:
+        raise _several(f"several {what} ({', '.join(map(str, found))})", bundle)
+    return found[0] if found else None
+
+
+def _several(what: str, bundle: Bundle) -> CompatibilityError:
+    return CompatibilityError(
+        f"expected programs of one build, got {what}",
+        where=bundle.folder,
+        hint="write the options of each build by hand",
+    )
