@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "Show what a bundle holds.",
     "perplexity": "Measure how well bundles predict a text.",
     "run": "Generate text or tokens from a bundle.",
+    "triton": "Write a model repository for the Triton Inference Server.",
     "verify": "Check that a bundle computes what it must.",
 }
 """Each command's name, which is its module's too, and the first line of its help."""
