@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.dlpack import to_dlpack
-
 from llama_artifacts.errors import InputError, LlamaExportError, SessionError
 from llama_artifacts.manifest import Format, file_stem
 from llama_runtime.entry import Entry
@@ -82,6 +80,7 @@ class TritonModel:
     """
 
     bundle: Path
+    _sequences: Sequences | None = None
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Loads the entries on the instance's device.
@@ -115,7 +114,6 @@ class TritonModel:
         loaded = load(self.bundle, device=device, format=format)
         entries = [loaded.entry(name) for name in json.loads(parameters["entries"])]
         first = entries[0]
-        self._sequences: Sequences | None = None
         if first.signature.states:
             _check_same_states(entries)
             batching = config["sequence_batching"]
@@ -141,7 +139,7 @@ class TritonModel:
             failure = pb.TritonError(line, pb.TritonError.INTERNAL)
             return pb.InferenceResponse([], error=failure)
         tensors = [
-            pb.Tensor.from_dlpack(name, to_dlpack(tensor.reshape(tensor.shape or (1,))))
+            pb.Tensor.from_dlpack(name, tensor.reshape(tensor.shape or (1,)).__dlpack__())
             for name, tensor in outputs.items()
         ]
         return pb.InferenceResponse(tensors)

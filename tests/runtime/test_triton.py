@@ -237,7 +237,7 @@ def test_requests_of_one_batch_are_answered_in_order(model: Any) -> None:
 
 
 def test_a_bundle_that_cannot_be_loaded(server: None, repository: Path) -> None:
-    with pytest.raises(TritonModelException, match="cuda|CUDA"):
+    with pytest.raises(TritonModelException, match=r"cuda|CUDA"):
         started(repository / "rows", model_instance_kind="GPU", model_instance_device_id="7")
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "entries": "List the entries that can be built.",
     "inspect": "Show what a bundle holds.",
     "perplexity": "Measure how well bundles predict a text.",
+    "report": "Write a page that shows a bundle.",
     "run": "Generate text or tokens from a bundle.",
     "triton": "Write a model repository for the Triton Inference Server.",
     "verify": "Check that a bundle computes what it must.",
