@@ -34,6 +34,8 @@ main()
         ["run", "--help"],
         ["verify", "--help"],
         ["perplexity", "--help"],
+        ["report", "--help"],
+        ["triton", "--help"],
         ["entries"],
         ["inspect"],
     ],

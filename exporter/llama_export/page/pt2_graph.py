@@ -31,6 +31,8 @@ _DTYPES = {
 }
 _CHECKS = re.compile(r"torch\.ops\.aten\._assert_.*|_operator\.(ge|gt|le|lt|eq|ne)")
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^)]*\)|Integer\((-?\d+)\)")
+# What torch writes for operators that its own passes add.
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _TERM = re.compile(r"(Mul|Add)\((-?[\w.]+), (-?[\w.]+)\)")
 
 
@@ -151,7 +153,7 @@ def _short(target: str) -> str:
 
 def _modules(stack: str) -> tuple[str, ...]:
     names = (item.split(",")[1] for item in stack.split(";") if item.count(",") >= 2)
-    return tuple(dict.fromkeys(name for name in names if name))
+    return tuple(dict.fromkeys(name for name in names if name and name != _NO_MODULE))
 
 
 def _names(value: Any) -> Iterator[str]:

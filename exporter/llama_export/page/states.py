@@ -21,7 +21,7 @@ class StateMemory:
     Attributes:
         entries: whose states they are.
         layout: `rows` (a row of positions for each sequence) or `pool` (pages for all).
-        num_states: tensors.
+        num_states, dtypes: of the tensors.
         position_bytes: of one position of one row, in all layers.
         page_size: positions of a page; 1 for rows.
         batch, length: rows and positions that the programs were built for; of a pool the largest
@@ -31,6 +31,7 @@ class StateMemory:
     entries: tuple[str, ...]
     layout: str
     num_states: int
+    dtypes: tuple[str, ...]
     position_bytes: int
     page_size: int
     batch: int
@@ -74,6 +75,7 @@ def _memory(states: tuple[StateSpec, ...], entries: list[str], manifest: Manifes
         entries=tuple(entries),
         layout="pool" if is_pool else "rows",
         num_states=len(states),
+        dtypes=tuple(dict.fromkeys(state.dtype for state in states)),
         position_bytes=total // (rows * positions),
         page_size=positions if is_pool else 1,
         batch=manifest.batch if is_pool else rows,

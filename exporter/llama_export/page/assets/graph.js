@@ -9,15 +9,6 @@ function draw(tag, attributes, ...children) {
   return element;
 }
 
-function sortOf(label) {
-  const name = label.replace(/^aten\./, "").toLowerCase();
-  if (/linear|matmul|gemm|mm$|bmm|attention|conv|einsum/.test(name)) return "product";
-  if (/mean|sum|softmax|rsqrt|sqrt|norm|pow|square|reduce|max|min|argmax/.test(name)) return "norm";
-  if (/index|embedding|gather|scatter|select|slice|copy|cat|concat|repeat|where|masked|tile/.test(name)) return "move";
-  if (/view|reshape|transpose|squeeze|flatten|expand|permute|cast|^to$|chunk|split|shape|clone|contiguous/.test(name)) return "shape";
-  return "math";
-}
-
 function setUpGraph() {
   const view = document.getElementById("graph-view");
   if (!view) return;
@@ -62,11 +53,12 @@ function setUpGraph() {
   }
 
   function edge(from, to, via) {
-    const points = [[from.x + from.w / 2, from.y + from.h], ...via.map((p) => [p.x + 1, p.y + 1]), [to.x + to.w / 2, to.y]];
-    let path = `M${points[0]}`;
-    for (let i = 1; i < points.length; i += 1) {
-      const [x0, y0] = points[i - 1], [x1, y1] = points[i], middle = (y0 + y1) / 2;
-      path += `C${x0} ${middle} ${x1} ${middle} ${x1} ${y1}`;
+    let x = from.x + from.w / 2, y = from.y + from.h, path = `M${x} ${y}`;
+    for (const stop of [...via, to]) {
+      const x1 = stop.x + stop.w / 2, middle = (y + stop.y) / 2;
+      path += `C${x} ${middle} ${x1} ${middle} ${x1} ${stop.y}`;
+      if (stop.isPoint) path += `V${stop.y + stop.h}`;
+      [x, y] = [x1, stop.y + stop.h];
     }
     const line = draw("path", { class: "edge", d: path });
     line.dataset.from = from.id;
@@ -75,7 +67,8 @@ function setUpGraph() {
   }
 
   function box(item) {
-    const name = item.kind === "module" ? moduleName(item) : item.label;
+    const times = item.repeats > 1 ? `, ${item.repeats} equal layers` : "";
+    const name = item.kind === "module" ? nameOf(item) + times : item.label;
     const element = draw("g", { class: `node ${item.kind}`, transform: `translate(${item.x} ${item.y})`, tabindex: 0, role: "button", "aria-label": name });
     element.dataset.id = item.id;
     element.append(draw("rect", { width: item.w, height: item.h, rx: item.kind === "module" ? 8 : 6 }));
@@ -92,8 +85,6 @@ function setUpGraph() {
     return element;
   }
 
-  const moduleName = (item) => (item.label === "operators" ? `${item.size} operators` : item.label);
-
   function moduleBox(item, element) {
     element.setAttribute("aria-expanded", String(item.open));
     if (item.repeats > 1 && !item.open) {
@@ -102,8 +93,8 @@ function setUpGraph() {
       element.append(element.querySelector("rect:not(.behind)"));
     }
     const times = item.repeats > 1 ? `  × ${item.repeats}` : "";
-    element.append(draw("text", { x: 12, y: 19 }, `${item.open ? "▾" : "▸"} ${moduleName(item)}${times}`));
-    if (!item.open) element.append(draw("text", { class: "sub", x: 27, y: 34 }, item.label === "operators" ? "in a row" : `${item.size} operators${times ? " each" : ""}`));
+    element.append(draw("text", { x: 12, y: 19 }, `${item.open ? "▾" : "▸"} ${nameOf(item)}${times}`));
+    if (!item.open) element.append(draw("text", { class: "sub", x: 27, y: 34 }, digest(item)));
   }
 
   function leafBox(item, element) {
@@ -173,7 +164,7 @@ function setUpGraph() {
     const counts = new Map();
     for (const node of inside) counts.set(node.label, (counts.get(node.label) || 0) + 1);
     const sorted = [...counts].sort((a, b) => b[1] - a[1]).map(([name, times]) => `${times} × ${name}`);
-    tell(moduleName(item), [
+    tell(nameOf(item), [
       ["Module", item.path ? [item.path] : []],
       ["Equal layers", item.repeats > 1 ? [String(item.repeats)] : []],
       ["Weights", [...new Set(inside.flatMap((node) => node.weights || []))]],

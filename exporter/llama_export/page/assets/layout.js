@@ -48,11 +48,40 @@ function count(item) {
   return item.size;
 }
 
+// What kind of work an operator does, by its name.
+function sortOf(label) {
+  const name = label.replace(/^aten\./, "").toLowerCase();
+  if (/linear|matmul|gemm|mm$|bmm|attention|conv|einsum/.test(name)) return "product";
+  if (/mean|sum|softmax|rsqrt|sqrt|norm|pow|square|reduce|max|min|argmax/.test(name)) return "norm";
+  if (/index|embedding|gather|scatter|select|slice|copy|cat|concat|repeat|where|masked|tile/.test(name)) return "move";
+  if (/view|reshape|transpose|squeeze|flatten|expand|permute|cast|^to$|chunk|split|shape|size|item|clone|contiguous/.test(name)) return "shape";
+  return "math";
+}
+
+function plural(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+function nameOf(item) {
+  return item.label === "operators" ? plural(item.size, "operator") : item.label;
+}
+
+// A closed module in a few words: how much it does, or the most telling operators of a group.
+function digest(item) {
+  const size = `${plural(item.size, "operator")}${item.repeats > 1 ? " each" : ""}`;
+  if (item.label !== "operators") return size;
+  const weight = { product: 0, norm: 1, move: 2, math: 3, shape: 4 };
+  const names = [...new Set(item.children.map((child) => child.label))];
+  names.sort((a, b) => weight[sortOf(a)] - weight[sortOf(b)]);
+  return names.slice(0, 3).map((name) => name.replace(/^aten\./, "")).join(" · ");
+}
+
 // Gives every box x, y, w, h relative to its parent, and returns the edges of each open module.
 function layOut(item, isOpen, edges) {
   if (item.kind !== "module" || !isOpen(item)) {
-    const sub = item.kind === "module" ? 130 : (item.node.out[0] || "").length * 5.6;
-    item.w = Math.max(96, item.label.length * 7.4 + 34, sub + 30);
+    const sub = item.kind === "module" ? digest(item) : item.node.out[0] || "";
+    const times = item.kind === "module" ? 5 : 0;
+    item.w = Math.max(96, (nameOf(item).length + times) * 7.4 + 34, sub.length * 5.7 + 40);
     item.h = item.kind === "op" && !(item.node.out[0]) ? LINE : LINE + 12;
     item.open = false;
     return;
@@ -114,7 +143,7 @@ function addWaypoints(children, links, ranks) {
     for (let rank = ranks[link.a] + 1; rank < ranks[link.b]; rank += 1) {
       const key = `${link.a} ${rank}`;
       if (!chains.has(key)) {
-        const point = { w: 2, h: 2, up: [last], down: [], isPoint: true };
+        const point = { w: 2, h: 0, up: [last], down: [], isPoint: true };
         last.down.push(point);
         rows[rank].push(point);
         chains.set(key, point);
@@ -150,7 +179,12 @@ function place(rows) {
   for (const row of rows) {
     let x = 0;
     const height = Math.max(...row.map((box) => box.h));
-    for (const box of row) { box.x = x; x += box.w + GAP_X; box.y = y + (height - box.h) / 2; }
+    for (const box of row) {
+      box.x = x;
+      x += box.w + GAP_X;
+      if (box.isPoint) box.h = height;
+      box.y = y + (height - box.h) / 2;
+    }
     row.forEach((box) => { box.x -= (x - GAP_X) / 2; });
     y += height + GAP_Y;
   }
