@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.signature import Signature, show
+from llama_artifacts.signature import Signature, StateSpec, TensorSpec, show
 from llama_export.page.graph import Graph, Op
 from llama_runtime.programs.pt2_archive import read_archive
 
@@ -65,7 +65,7 @@ class _Reader:
             else:  # a parameter, a buffer or a constant
                 name = next(value[key] for key in value if key.endswith("_name"))
                 self._weights[value["arg"]["name"]] = name
-        declared = (*signature.inputs, *signature.states)
+        declared: tuple[TensorSpec | StateSpec, ...] = (*signature.inputs, *signature.states)
         self._called = dict(zip(called, declared, strict=True))
         self._states = {name for name, spec in self._called.items() if spec in signature.states}
         self._symbols = dict(self._find_symbols())
