@@ -13,7 +13,17 @@ from llama_export.page.graph import Graph, to_dict
 from llama_export.page.onnx_graph import read_onnx
 from llama_export.page.pt2_graph import read_pt2
 from tests.bundles import sample_signature
-from tests.exporter.pages import archive, before, graph_module, layer, layers, node
+from tests.exporter.pages import (
+    FLOAT,
+    archive,
+    before,
+    graph_module,
+    layer,
+    layers,
+    node,
+    tensor,
+    value,
+)
 
 DECODE, PREFILL = sample_signature(is_prefill=False), sample_signature(is_prefill=True)
 
@@ -97,6 +107,43 @@ def test_sources_come_before_what_reads_them(short_bundle: Path) -> None:
             ), item
         weights = {name for item in found["nodes"] for name in item.get("weights", ())}
         assert {name for name in program.constants if ".1." not in name} == weights
+
+
+def loop(reads: list[str], gives: str, body: list[dict[str, Any]], result: str) -> dict[str, Any]:
+    """A loop over one value: its inner graph calls the value `arg` and the weight `w`."""
+    graph = {
+        "inputs": [tensor("arg"), tensor("w")],
+        "outputs": [tensor(result)],
+        "nodes": body,
+        "tensor_values": {result: value(FLOAT, 1, 4)},
+    }
+    inner = {"name": "", "arg": {"as_graph": {"name": "body_0", "graph": graph}}, "kind": 1}
+    call = node("add.Tensor", reads, gives)
+    return {
+        **call,
+        "target": "torch.ops.higher_order.while_loop",
+        "inputs": [inner, *call["inputs"]],
+    }
+
+
+def test_a_loop_shows_the_graph_that_it_runs(tmp_path: Path) -> None:
+    body = [
+        node("linear.default", ["arg", "w"], "again", "_export_root", "_export_root.lm_head"),
+        node("add.Tensor", ["again", "arg"], "result", "_export_root"),
+    ]
+    nodes = [
+        node("embedding.default", ["tokens"], "again"),
+        loop(["again", "p_weight"], "last", body, "result"),
+    ]
+    found = to_dict(read(tmp_path, archive(graph_module(nodes, "last"))))["nodes"]
+    assert [(item["label"], item["path"]) for item in found[2:-1]] == [
+        ("aten.embedding", []),
+        ("aten.linear", ["body_0", "body_0.lm_head"]),
+        ("aten.add", ["body_0"]),
+        ("higher_order.while_loop", []),
+    ]
+    assert [item["sources"] for item in found[2:]] == [[0], [2], [2, 3], [2, 4], [5]]
+    assert found[3]["weights"] == found[5]["weights"] == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize(

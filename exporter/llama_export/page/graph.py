@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-_LAYER = re.compile(r"(.*\D)([0-9]+)")
+_LAYER = re.compile(r"(.*\.)([0-9]+)")
 _ANY = "*"
 
 
@@ -23,7 +23,6 @@ class Op:
         outputs: name, and `dtype [shape]` where the file says it, of each value it makes.
         weights: names of the weights that it takes.
         states: names of the states that it takes.
-        num_inner: operators of the subgraphs that it runs, such as the body of a loop.
     """
 
     target: str
@@ -32,7 +31,6 @@ class Op:
     outputs: tuple[tuple[str, str], ...]
     weights: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
-    num_inner: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,13 @@ class Graph:
     """The operators of a program in the order in which they run.
 
     Attributes:
-        inputs: name and `dtype [shape]` of each input.
-        outputs: name as declared, and the value it is.
+        inputs, outputs: for each the value, its name as declared, and `dtype [shape]`.
         num_checks: assertions, which are left out.
         writes: for the operators that write in place, by index: the values written.
     """
 
-    inputs: tuple[tuple[str, str], ...]
-    outputs: tuple[tuple[str, str], ...]
+    inputs: tuple[tuple[str, str, str], ...]
+    outputs: tuple[tuple[str, str, str], ...]
     ops: tuple[Op, ...]
     num_checks: int = 0
     writes: Mapping[int, str] = field(default_factory=dict)
@@ -79,9 +76,9 @@ def to_dict(graph: Graph) -> dict[str, Any]:
     kept, stand_in = _folded(graph, runs)
     nodes: list[dict[str, Any]] = [
         {"kind": "input", "label": name, "path": [], "sources": [], "out": [shape]}
-        for name, shape in graph.inputs
+        for _, name, shape in graph.inputs
     ]
-    producer = {name: index for index, (name, _) in enumerate(graph.inputs)}
+    producer = {value: index for index, (value, _, _) in enumerate(graph.inputs)}
     place: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         shown = stand_in.get(index, index)
@@ -92,9 +89,11 @@ def to_dict(graph: Graph) -> dict[str, Any]:
             producer[name] = place[shown]
         if index in graph.writes:
             producer[graph.writes[index]] = place[shown]
-    for name, value in graph.outputs:
+    for value, name, shape in graph.outputs:
         sources = _sources([value], producer)
-        nodes.append({"kind": "output", "label": name, "path": [], "sources": sources, "out": []})
+        nodes.append(
+            {"kind": "output", "label": name, "path": [], "sources": sources, "out": [shape]}
+        )
     repeats = {run.module: run.last - run.first + 1 for run in runs if run.last > run.first}
     return {
         "nodes": nodes,
@@ -113,7 +112,6 @@ def _node(op: Op, sources: list[int], modules: Sequence[str]) -> dict[str, Any]:
         "out": [shape for _, shape in op.outputs],
         "weights": list(op.weights),
         "states": list(op.states),
-        "inner": op.num_inner,
     }
     return {key: value for key, value in node.items() if value or key in ("path", "sources")}
 
@@ -147,7 +145,7 @@ def _is_within(name: str, module: str) -> bool:
 def _by_layer(graph: Graph) -> dict[tuple[str, int], list[int]]:
     layers: dict[tuple[str, int], list[int]] = {}
     for index, op in enumerate(graph.ops):
-        match = _LAYER.fullmatch(op.modules[0]) if op.modules else None
+        match = next(filter(None, map(_LAYER.fullmatch, op.modules)), None)
         if match is not None:
             layers.setdefault((match[1], int(match[2])), []).append(index)
     return layers
@@ -177,4 +175,4 @@ def _print(op: Op, layer: tuple[str, int]) -> tuple[Any, ...]:
     modules = tuple(_ANY + name[len(own) :] for name in op.modules)
     weights = tuple(name.replace(own, _ANY) for name in op.weights)
     shapes = tuple(shape for _, shape in op.outputs)
-    return op.target, modules, weights, shapes, len(op.states), len(op.reads), op.num_inner
+    return op.target, modules, weights, shapes, len(op.states), len(op.reads)

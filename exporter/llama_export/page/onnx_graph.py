@@ -62,10 +62,10 @@ class _Reader:
             op = self._op(node, place)
             place |= {name: (index, op.modules) for name, _ in op.outputs}
             ops.append(op)
-        inputs = tuple(
-            (spec.name, f"{spec.dtype} {show(spec.shape)}") for spec in self._signature.inputs
+        inputs, outputs = (
+            tuple((spec.name, spec.name, f"{spec.dtype} {show(spec.shape)}") for spec in specs)
+            for specs in (self._signature.inputs, self._signature.outputs)
         )
-        outputs = tuple((spec.name, spec.name) for spec in self._signature.outputs)
         return Graph(inputs, outputs, tuple(ops))
 
     def _op(self, node: Any, place: Mapping[str, tuple[int, tuple[str, ...]]]) -> Op:
@@ -82,7 +82,6 @@ class _Reader:
             outputs=tuple((name, self._shapes.get(name, "")) for name in node.output if name),
             weights=weights,
             states=tuple(self._states[name] for name in node.input if name in self._states),
-            num_inner=sum(len(item.g.node) for item in node.attribute if item.HasField("g")),
         )
 
 

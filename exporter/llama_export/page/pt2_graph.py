@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _CHECKS = re.compile(r"torch\.ops\.aten\._assert_.*|_operator\.(ge|gt|le|lt|eq|n
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^)]*\)|Integer\((-?\d+)\)")
 # What torch writes for operators that its own passes add.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+_INNER_ROOT = "_export_root."  # the model's name within the graph of a loop
 _TERM = re.compile(r"(Mul|Add)\((-?[\w.]+), (-?[\w.]+)\)")
 
 
@@ -50,10 +52,30 @@ def read_pt2(path: Path, signature: Signature) -> Graph:
         raise IntegrityError("its graph cannot be read", where=path) from cause
 
 
+@dataclass(frozen=True)
+class _Scope:
+    """A graph of the program: the whole, or one that an operator such as a loop runs.
+
+    Attributes:
+        values: what the file says of each tensor, by its name in this graph.
+        outer: what the inputs of an inner graph are called outside.
+        prefix: keeps the names of graphs apart.
+        modules: the modules that the graph is within.
+    """
+
+    values: Mapping[str, Any]
+    outer: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    modules: tuple[str, ...] = ()
+
+    def name(self, name: str) -> str:
+        """The name of a value, unique in the program."""
+        return self.outer.get(name, f"{self.prefix}{name}")
+
+
 class _Reader:
     def __init__(self, module: Mapping[str, Any], signature: Signature) -> None:
         self._graph = module["graph"]
-        self._values = self._graph["tensor_values"]
         self._results = module["signature"]["output_specs"]
         self._signature = signature
         self._weights: dict[str, str] = {}
@@ -69,60 +91,80 @@ class _Reader:
         self._called = dict(zip(called, declared, strict=True))
         self._states = {name for name, spec in self._called.items() if spec in signature.states}
         self._symbols = dict(self._find_symbols())
+        self._ops: list[Op] = []
+        self._writes: dict[int, str] = {}
+        self._num_checks = 0
 
     def graph(self) -> Graph:
         inputs = tuple(
-            (name, f"{spec.dtype} {show(spec.shape)}")
+            (name, spec.name, f"{spec.dtype} {show(spec.shape)}")
             for name, spec in self._called.items()
             if name not in self._states
         )
-        ops: list[Op] = []
-        writes: dict[int, str] = {}
-        num_checks = 0
+        scope = _Scope(self._graph["tensor_values"])
         for node in self._graph["nodes"]:
-            if _CHECKS.fullmatch(node["target"]):
-                num_checks += 1
-                continue
-            if _is_in_place(node["target"]):
-                written = next(_names(node["inputs"][0]["arg"]), None)
-                if written is not None:
-                    writes[len(ops)] = written
-            ops.append(self._op(node))
-        return Graph(inputs, tuple(self._outputs()), tuple(ops), num_checks, writes)
+            self._add(node, scope)
+        outputs = tuple(self._outputs())
+        return Graph(inputs, outputs, tuple(self._ops), self._num_checks, self._writes)
 
-    def _op(self, node: Mapping[str, Any]) -> Op:
-        reads = list(dict.fromkeys(name for item in node["inputs"] for name in _names(item["arg"])))
-        return Op(
-            target=_short(node["target"]),
-            modules=_modules(node["metadata"].get("nn_module_stack", "")),
-            reads=tuple(name for name in reads if name not in self._weights),
-            outputs=tuple(
-                (name, self._shape(name)) for item in node["outputs"] for name in _names(item)
-            ),
-            weights=tuple(self._weights[name] for name in reads if name in self._weights),
-            states=tuple(self._called[name].name for name in reads if name in self._states),
-            num_inner=sum(len(graph["nodes"]) for graph in _subgraphs(node["inputs"])),
+    def _add(self, node: Mapping[str, Any], scope: _Scope) -> None:
+        """Appends a call, after those of the graphs that it runs."""
+        if _CHECKS.fullmatch(node["target"]):
+            self._num_checks += 1
+            return
+        names = [name for item in node["inputs"] for name in _names(item["arg"])]
+        reads = [scope.name(name) for name in names]
+        for inner in _subgraphs(node["inputs"]):
+            reads += self._add_inner(inner, reads[: len(names)], scope)
+        if _is_in_place(node["target"]):
+            self._writes[len(self._ops)] = reads[0]
+        own = _modules(node["metadata"].get("nn_module_stack", ""))
+        within = f"{scope.modules[-1]}." if scope.modules else ""
+        reads = list(dict.fromkeys(reads))
+        self._ops.append(
+            Op(
+                target=_short(node["target"]),
+                modules=(*scope.modules, *(f"{within}{name}" for name in own)),
+                reads=tuple(name for name in reads if name not in self._weights),
+                outputs=tuple(
+                    (scope.name(name), self._shape(scope.values.get(name)))
+                    for item in node["outputs"]
+                    for name in _names(item)
+                ),
+                weights=tuple(self._weights[name] for name in reads if name in self._weights),
+                states=tuple(self._called[name].name for name in reads if name in self._states),
+            )
         )
 
-    def _outputs(self) -> Iterator[tuple[str, str]]:
+    def _add_inner(self, inner: Mapping[str, Any], reads: list[str], scope: _Scope) -> list[str]:
+        """Appends the calls of an inner graph; returns the names of its results."""
+        graph, label = inner["graph"], f"{scope.prefix}{inner['name']}"
+        inputs = [name for item in graph["inputs"] for name in _names(item)]
+        outer = dict(zip(inputs, reads, strict=True))
+        inside = _Scope(graph["tensor_values"], outer, f"{label}/", (*scope.modules, label))
+        for node in graph["nodes"]:
+            self._add(node, inside)
+        return [inside.name(name) for item in graph["outputs"] for name in _names(item)]
+
+    def _outputs(self) -> Iterator[tuple[str, str, str]]:
         results = [
             spec["user_output"]["arg"]["as_tensor"]["name"]
             for spec in self._results
             if "user_output" in spec
         ]
         for spec, value in zip(self._signature.outputs, results, strict=True):
-            yield spec.name, value
+            yield value, spec.name, f"{spec.dtype} {show(spec.shape)}"
 
     def _find_symbols(self) -> Iterator[tuple[str, str]]:
         """What torch calls a dynamic dimension, and what the manifest calls it."""
+        values = self._graph["tensor_values"]
         for name, spec in self._called.items():
-            for size, declared in zip(self._values[name]["sizes"], spec.shape, strict=True):
+            for size, declared in zip(values[name]["sizes"], spec.shape, strict=True):
                 match = _SYMBOL.fullmatch(size.get("as_expr", {}).get("expr_str", ""))
                 if match is not None and match[1] and isinstance(declared, str):
                     yield match[1], declared
 
-    def _shape(self, name: str) -> str:
-        value = self._values.get(name)
+    def _shape(self, value: Mapping[str, Any] | None) -> str:
         if value is None:
             return "scalar"
         dtype = _DTYPES.get(value["dtype"], "?")
@@ -153,6 +195,7 @@ def _short(target: str) -> str:
 
 def _modules(stack: str) -> tuple[str, ...]:
     names = (item.split(",")[1] for item in stack.split(";") if item.count(",") >= 2)
+    names = (f"{name}.".removeprefix(_INNER_ROOT)[:-1] for name in names)
     return tuple(dict.fromkeys(name for name in names if name and name != _NO_MODULE))
 
 
@@ -174,7 +217,4 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _subgraphs(inputs: Any) -> Iterator[Any]:
-    for item in inputs:
-        graph = item["arg"].get("as_graph")
-        if graph is not None:
-            yield graph["graph"]
+    return (item["arg"]["as_graph"] for item in inputs if "as_graph" in item["arg"])

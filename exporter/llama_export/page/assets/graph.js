@@ -154,7 +154,6 @@ function setUpGraph() {
       ["Takes", node.sources.map((from) => `${graph.nodes[from].label} ${graph.nodes[from].out[0] || ""}`)],
       ["Weights", node.weights || []],
       ["States", node.states || []],
-      ["Inner operators", node.inner ? [String(node.inner)] : []],
       ["Read by", readers],
     ]);
   }
