@@ -137,6 +137,31 @@ def test_boxes_of_one_module_do_not_overlap(show: Any, tmp_path: Path) -> None:
     assert overlaps == 0
 
 
+def test_links_lead_down_whatever_runs_first(show: Any, tmp_path: Path) -> None:
+    """The module begins before an operator outside of it that it reads later."""
+    nodes = [
+        node("embedding.default", ["tokens"], "start", "model"),
+        node("to.dtype", ["p_weight"], "wide"),
+        node("linear.default", ["start", "wide"], "out", "model"),
+    ]
+    contents = {"prefill.pt2": archive(graph_module(nodes, "out", "s27"))}
+    page = show(write_shown(tmp_path / "b", contents=contents))
+    assert page.count(".edge") == 3
+    assert page.count(".edge.up") == 0
+
+
+def test_boxes_that_read_each_other_keep_both_links(show: Any, tmp_path: Path) -> None:
+    nodes = [
+        node("embedding.default", ["tokens"], "a", "first"),
+        node("to.dtype", ["a"], "b", "second"),
+        node("neg.default", ["b"], "c", "first"),
+    ]
+    contents = {"prefill.pt2": archive(graph_module(nodes, "c", "s27"))}
+    page = show(write_shown(tmp_path / "b", contents=contents))
+    assert page.count(".edge") == 4
+    assert page.count(".edge.up") == 1
+
+
 def test_the_graph_is_used_with_the_keyboard(show: Any, tmp_path: Path) -> None:
     page = show(many_layers(tmp_path / "b"))
     before = page.tab.locator("#graph-view > g").get_attribute("transform")
@@ -160,7 +185,7 @@ def test_another_entry_is_drawn_when_it_is_chosen(show: Any, tmp_path: Path) -> 
 
 def test_sliders_show_the_memory_of_the_states(show: Any, tmp_path: Path) -> None:
     page = show(write_shown(tmp_path / "b"))
-    assert page.tab.locator(".states .bytes").text_content() == "2.0 kB"
+    assert page.tab.locator(".states .bytes").text_content() == "256 B"
     page.tab.locator(".states .batch").fill("3")
     page.tab.locator(".states .length").fill("11")
     assert page.tab.locator(".states .bytes").text_content() == "262.1 kB"

@@ -179,7 +179,9 @@ def write_onnx(path: Path, output: str = "logits") -> Path:
         helper.make_node("Cast", ["tokens"], ["x"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["x", weights[0].name], ["y"]),
         helper.make_node("Add", ["y", "state.cache.0.key"], ["z"]),
-        helper.make_node("MatMul", ["z", weights[1].name], [output]),
+        helper.make_node("MatMul", ["z", weights[1].name], ["a"]),
+        helper.make_node("Cast", [weights[0].name], ["tied"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["a", "tied"], [output]),
     ]
     inputs = [helper.make_tensor_value_info("tokens", TensorProto.INT32, [1, 4])]
     outputs = [helper.make_tensor_value_info(output, TensorProto.FLOAT, [1, "S"])]
@@ -195,10 +197,12 @@ def test_onnx_operators_belong_where_their_weights_do(tmp_path: Path) -> None:
         ("MatMul", ["model.layers.0", "model.layers.0.mlp.up_proj"]),
         ("Add", ["model.layers.0"]),
         ("MatMul", ["model.layers.1", "model.layers.1.mlp.up_proj"]),
+        ("Cast", []),
+        ("MatMul", ["model.layers.1"]),
         ("logits", []),
     ]
     assert found["nodes"][4]["states"] == ["cache.0.key"]
-    assert found["nodes"][5]["out"] == ["f32 [1, S]"]
+    assert found["nodes"][7]["out"] == ["f32 [1, S]"]
 
 
 @pytest.mark.parametrize("content", [b"no model", b""], ids=["text", "empty"])

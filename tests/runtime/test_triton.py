@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,15 @@ class Request:
         return [Tensor(name, array) for name, array in self.tensors.items()]
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
     """What a model finds in the server."""
     module = types.ModuleType("triton_python_backend_utils")
     for kind in (Tensor, TritonError, InferenceResponse, TritonModelException):
         setattr(module, kind.__name__, kind)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +104,14 @@ def started(folder: Path, **changes: str) -> Any:
     return model
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(server: None, repository: Path) -> Any:
     return started(repository / "rows")
+
+
+@pytest.fixture(scope="module")
+def loaded(short_bundle: Path) -> llama_runtime.LoadedBundle:
+    return llama_runtime.load(short_bundle)
 
 
 def ask(
@@ -134,8 +141,10 @@ def decode(token: int, pos: int) -> dict[str, Any]:
     return {"decode.tokens": [[token]], "decode.pos": [pos]}
 
 
-def test_a_sequence_gives_the_logits_of_a_session(model: Any, short_bundle: Path) -> None:
-    session = llama_runtime.load(short_bundle).session()
+def test_a_sequence_gives_the_logits_of_a_session(
+    model: Any, loaded: llama_runtime.LoadedBundle
+) -> None:
+    session = loaded.session()
     response = ask(model, prefill(PROMPT), start=True)
     assert response.error is None
     np.testing.assert_array_equal(response.outputs["prefill.logits"], session.prefill(PROMPT))
@@ -144,10 +153,12 @@ def test_a_sequence_gives_the_logits_of_a_session(model: Any, short_bundle: Path
         np.testing.assert_array_equal(response.outputs["decode.logits"], session.decode(token))
 
 
-def test_sequences_that_alternate_do_not_mix(model: Any, short_bundle: Path) -> None:
+def test_sequences_that_alternate_do_not_mix(
+    model: Any, loaded: llama_runtime.LoadedBundle
+) -> None:
     expected = {}
     for sequence, prompt in ((1, PROMPT), (2**63 + 5, PROMPT[::-1])):
-        session = llama_runtime.load(short_bundle).session()
+        session = loaded.session()
         session.prefill(prompt)
         expected[sequence] = session.decode(3)
         ask(model, prefill(prompt), sequence=sequence, start=True)
@@ -241,7 +252,8 @@ def test_a_bundle_that_cannot_be_loaded(server: None, repository: Path) -> None:
         started(repository / "rows", model_instance_kind="GPU", model_instance_device_id="7")
 
 
-def test_finalize_frees_the_states(model: Any) -> None:
+def test_finalize_frees_the_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_sequences", model._sequences)
     ask(model, prefill(PROMPT), start=True)
     model.finalize()
     assert model._sequences is None

@@ -29,7 +29,7 @@ EXAMPLES = (
     ),
     ("Start the server:", START_SERVER),
 )
-PROGRAMS, SEQUENCES = "Programs", "Sequences"
+OUTPUT, PROGRAMS, SEQUENCES = "Output", "Programs", "Sequences"
 DEFAULTS = Options()
 
 
@@ -39,6 +39,7 @@ DEFAULTS = Options()
     "-o",
     "--output",
     "repository",
+    group=OUTPUT,
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",

@@ -1,13 +1,13 @@
 """The graph of an ONNX program, without its weights.
 
 An ONNX graph does not name modules, but the weights are named after them: an operator belongs
-where the weights that it reads belong, and else where its latest input was made.
+where the weights that it reads belong, and else where the latest of its inputs that are of a module
+was made. A weight that is read again when its module is past, as a tied head's is, tells nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,31 +50,27 @@ class _Reader:
             if any(entry.key == "location" for entry in tensor.external_data)
         }
         self._states = {f"state.{spec.name}": spec.name for spec in signature.states}
+        # Where values were made, later ones with higher numbers, and the modules in order.
+        self._made: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._begun: list[str] = []
         self._shapes = {
             value.name: _shape(value.type.tensor_type)
             for value in (*graph.value_info, *graph.output)
         }
 
     def graph(self) -> Graph:
-        place: dict[str, tuple[int, tuple[str, ...]]] = {}
-        ops = []
-        for index, node in enumerate(self._graph.node):
-            op = self._op(node, place)
-            place |= {name: (index, op.modules) for name, _ in op.outputs}
-            ops.append(op)
+        ops = [self._op(node) for node in self._graph.node]
         inputs, outputs = (
             tuple((spec.name, spec.name, f"{spec.dtype} {show(spec.shape)}") for spec in specs)
             for specs in (self._signature.inputs, self._signature.outputs)
         )
         return Graph(inputs, outputs, tuple(ops))
 
-    def _op(self, node: Any, place: Mapping[str, tuple[int, tuple[str, ...]]]) -> Op:
+    def _op(self, node: Any) -> Op:
         weights = tuple(name for name in node.input if name in self._weights)
-        if weights:
-            modules = _modules(weights[0])
-        else:
-            before = [place[name] for name in node.input if name in place]
-            modules = max(before)[1][:1] if before else ()
+        modules = self._place(node, weights)
+        if modules:
+            self._made |= dict.fromkeys(node.output, (len(self._made), modules))
         return Op(
             target=node.op_type,
             modules=modules,
@@ -83,6 +79,16 @@ class _Reader:
             weights=weights,
             states=tuple(self._states[name] for name in node.input if name in self._states),
         )
+
+    def _place(self, node: Any, weights: tuple[str, ...]) -> tuple[str, ...]:
+        if not weights:
+            before = [self._made[name] for name in node.input if name in self._made]
+            return max(before)[1][:1] if before else ()
+        modules = _modules(weights[0])
+        if modules[0] in self._begun and modules[0] != self._begun[-1]:
+            return ()
+        self._begun.append(modules[0])
+        return modules
 
 
 def _modules(weight: str) -> tuple[str, ...]:

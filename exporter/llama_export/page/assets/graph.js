@@ -48,11 +48,11 @@ function setUpGraph() {
   function drawInside(item, parent, x, y) {
     const lines = draw("g", {});
     parent.append(lines);
-    for (const link of item.links) lines.append(edge(item.children[link.a], item.children[link.b], link.via));
+    for (const link of item.links) lines.append(edge(item.children[link.a], item.children[link.b], link));
     for (const child of item.children) parent.append(box(child));
   }
 
-  function edge(from, to, via) {
+  function edge(from, to, { via, isUp }) {
     let x = from.x + from.w / 2, y = from.y + from.h, path = `M${x} ${y}`;
     for (const stop of [...via, to]) {
       const x1 = stop.x + stop.w / 2, middle = (y + stop.y) / 2;
@@ -60,7 +60,7 @@ function setUpGraph() {
       if (stop.isPoint) path += `V${stop.y + stop.h}`;
       [x, y] = [x1, stop.y + stop.h];
     }
-    const line = draw("path", { class: "edge", d: path });
+    const line = draw("path", { class: isUp ? "edge up" : "edge", d: path });
     line.dataset.from = from.id;
     line.dataset.to = to.id;
     return line;

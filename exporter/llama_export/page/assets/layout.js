@@ -114,19 +114,34 @@ function linksBetween(children, edges) {
   const found = new Map();
   for (const [from, to] of edges) {
     const a = owner.get(from), b = owner.get(to);
-    if (a !== undefined && b !== undefined && a < b) found.set(`${a} ${b}`, { a, b });
+    if (a !== undefined && b !== undefined && a !== b) found.set(`${a} ${b}`, { a, b, via: [] });
   }
   return [...found.values()];
 }
 
+// An order in which boxes come after what they read, the earliest first where there is a choice.
+// Where boxes read each other, the earliest goes on, and links that lead up are marked.
+function inOrder(children, links) {
+  const missing = children.map((_, at) => links.filter((link) => link.b === at).length);
+  const rest = new Set(children.keys()), position = [];
+  while (rest.size) {
+    const next = [...rest].find((at) => missing[at] === 0) ?? [...rest][0];
+    rest.delete(next);
+    position[next] = children.length - rest.size;
+    for (const link of links) if (link.a === next) missing[link.b] -= 1;
+  }
+  for (const link of links) link.isUp = position[link.a] > position[link.b];
+  return position;
+}
+
 // The longest way from a source; what nothing comes before stands right above its first reader.
 function rankAll(children, links) {
-  const ranks = children.map(() => 0);
-  const inOrder = [...links].sort((p, q) => p.a - q.a || p.b - q.b);
-  for (const { a, b } of inOrder) ranks[b] = Math.max(ranks[b], ranks[a] + 1);
+  const position = inOrder(children, links), ranks = children.map(() => 0);
+  const down = links.filter((link) => !link.isUp).sort((p, q) => position[p.a] - position[q.a]);
+  for (const { a, b } of down) ranks[b] = Math.max(ranks[b], ranks[a] + 1);
   children.forEach((child, at) => {
-    if (links.some((link) => link.b === at)) return;
-    const readers = links.filter((link) => link.a === at).map((link) => ranks[link.b]);
+    if (down.some((link) => link.b === at)) return;
+    const readers = down.filter((link) => link.a === at).map((link) => ranks[link.b]);
     if (readers.length) ranks[at] = Math.max(0, Math.min(...readers) - 1);
   });
   return ranks;
@@ -137,9 +152,8 @@ function addWaypoints(children, links, ranks) {
   const rows = Array.from({ length: Math.max(0, ...ranks) + 1 }, () => []);
   children.forEach((child, at) => { child.up = []; child.down = []; rows[ranks[at]].push(child); });
   const chains = new Map();
-  for (const link of links) {
+  for (const link of links.filter((one) => !one.isUp)) {
     let last = children[link.a];
-    link.via = [];
     for (let rank = ranks[link.a] + 1; rank < ranks[link.b]; rank += 1) {
       const key = `${link.a} ${rank}`;
       if (!chains.has(key)) {
