@@ -37,6 +37,8 @@ main()
         ["perplexity", "--help"],
         ["diff", "--help"],
         ["sign", "--help"],
+        ["report", "--help"],
+        ["triton", "--help"],
         ["entries"],
         ["inspect"],
         ["export-config"],

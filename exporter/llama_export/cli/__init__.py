@@ -27,9 +27,11 @@ COMMANDS = {
     "perplexity": "Measure how well bundles predict a text.",
     "pull": "Get a bundle from the Hugging Face hub.",
     "push": "Put a bundle on the Hugging Face hub.",
+    "report": "Write a page that shows a bundle.",
     "run": "Generate text or tokens from a bundle.",
     "sbom": "Write a bundle's bill of materials.",
     "sign": "Sign a bundle.",
+    "triton": "Write a model repository for the Triton Inference Server.",
     "verify": "Check that a bundle computes what it must.",
 }
 """Each command's name, which is its module's too (`_` for `-`), and the first line of its help."""
