@@ -20,7 +20,9 @@ PROGRAM = "llama-export"
 COMMANDS = {
     "build": "Build a bundle from a checkpoint.",
     "entries": "List the entries that can be built.",
+    "fit": "Find the largest batch or context that fits.",
     "inspect": "Show what a bundle holds.",
+    "memory": "Tell how much memory a call needs.",
     "perplexity": "Measure how well bundles predict a text.",
     "run": "Generate text or tokens from a bundle.",
     "verify": "Check that a bundle computes what it must.",
