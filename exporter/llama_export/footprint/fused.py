@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch._inductor import aoti_compile_and_package, ir
 from torch._inductor import config as inductor_config
-from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
     NopKernelSchedulerNode,
@@ -113,7 +112,7 @@ def schedule(program: ExportedProgram, signature: Signature) -> Schedule:
     with inductor_config.patch(_OPTIONS | {"_post_fusion_custom_pass": reader}):
         try:
             aoti_compile_and_package(program, package_path="unused.pt2")
-        except (InductorError, _Scheduled) as cause:
+        except (RuntimeError, _Scheduled) as cause:  # Inductor's own types derive from it
             if reader.schedule is None:
                 reason = next(iter(str(cause).splitlines()), "no reason")
                 raise BuildError(f"Inductor cannot compile it: {reason}") from cause

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.dtypes import from_name
-from llama_artifacts.errors import BuildError, IntegrityError
-from llama_artifacts.manifest import WEIGHTS_NAME, Manifest, Numerics
+from llama_artifacts.errors import IntegrityError
+from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
 from llama_artifacts.manifest import Program as ProgramRecord
 from llama_artifacts.safetensors import read_header
 from llama_export import presets
@@ -133,7 +133,7 @@ def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
     config = _config(manifest)
     if manifest.weights == "none":
         modules = scaled_modules(program.constants)
-        tensors = _tensors(config, manifest.dtype, modules)
+        tensors = plain_tensors(config, manifest.dtype, modules)
         how = "the manifest's sizes; the bundle holds no weights"
         return Network(manifest.name, config, program.dtype, tensors, "modelled", how)
     path = bundle.path(WEIGHTS_NAME)
@@ -148,25 +148,17 @@ def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
     )
 
 
-def numerics_of(network: Network, numerics: Numerics | None) -> Numerics:
-    """How FP8 products are computed.
-
-    Raises:
-        BuildError: `fast` is asked for, and no weight is FP8.
-    """
-    if numerics == "fast" and not scaled_modules(network.tensors):
-        raise BuildError("numerics `fast` is for FP8 weights, and the network has none")
-    return numerics or "exact"
-
-
 def _from_config(name: str, hf: HfConfig, dtype: str, where: str) -> Network:
     scheme, linears = hf.fp8, linear_shapes(hf.config)
     modules = frozenset(m for m in linears if scheme is not None and scheme.covers(m))
-    tensors = _tensors(hf.config, dtype, modules)
+    tensors = plain_tensors(hf.config, dtype, modules)
     return Network(name, hf.config, dtype, tensors, "modelled", f"{where} and dtype {dtype}")
 
 
-def _tensors(config: LlamaConfig, dtype: str, modules: frozenset[str]) -> dict[str, TensorInfo]:
+def plain_tensors(
+    config: LlamaConfig, dtype: str, modules: frozenset[str] = frozenset()
+) -> dict[str, TensorInfo]:
+    """Every weight in one dtype, but for FP8 layers and the table of frequencies."""
     eight_bits = {f"{module}.weight" for module in modules}
     fixed = {**dict.fromkeys(eight_bits, E4M3), INV_FREQ: "f32"}
     return {

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from llama_artifacts.manifest import Format
 from llama_export.footprint.figures import Figure
 
-BASE_BYTES: Mapping[Format, int] = {"pt2": 0, "aoti": 0, "onnx": 0}
-LAYER_BYTES: Mapping[Format, int] = {"pt2": 0, "aoti": 0, "onnx": 0}
+MIB = 2**20
+BASE_BYTES: Mapping[Format, int] = {"pt2": 310 * MIB, "aoti": 232 * MIB, "onnx": 250 * MIB}
+LAYER_BYTES: Mapping[Format, int] = {"pt2": 3 * MIB, "aoti": 0, "onnx": 0}
+"""Resident memory of a Python 3.11 process with torch 2.13.0 (CPU) on Linux x86-64 after one program
+was loaded and called, without weights, states and activations: networks of 2 and of 30 layers."""
 
 
 def runtime_figure(format: Format, num_layers: int) -> Figure:
