@@ -64,29 +64,41 @@ def test_what_is_reserved_stays_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "error"),
+    ("words", "error"),
     [
-        (["--maximize", "batch"], 2, "missing option '--device-memory'"),
-        (["--maximize", "batch", "--device-memory", "80Gb"], 2, "expected a size such as 80GiB"),
-        (
-            ["--maximize", "batch", "--device-memory", "80GB", "--batch", 2],
-            2,
-            "--batch is what --maximize batch looks for",
-        ),
-        (["--maximize", "context", "--device-memory", "16GB"], 1, "expected at most 16.0 GB, got"),
+        ([], "missing option '--device-memory'"),
+        (["--device-memory", "80Gb"], "expected a size such as 80GiB"),
+        (["--device-memory", "80GB", "--batch", 2], "--batch is what --maximize batch looks for"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_heavy_is_imported(
+    words: list[Any], error: str
+) -> None:
+    with start("fit", "model", "--maximize", "batch", *words, script=SCRIPT) as process:
+        _, stderr = process.communicate()
+    assert process.returncode == 2
+    first, hint, heavy = stderr.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert hint == "hint: see `llama-export fit --help`"
+    assert heavy == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--maximize", "context", "--device-memory", "16GB"], "expected at most 16.0 GB, got"),
         (
             ["--maximize", "batch", "--device-memory", "80GB", "--shards", 3],
-            1,
             "expected sizes that 3 shards divide, got query heads 32, key/value heads 8",
         ),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(words: list[Any], status: int, error: str) -> None:
-    with start("fit", "llama-3.1-8b-instruct", "--format", "onnx", "--device", "cuda", *words) as p:
-        stdout, stderr = p.communicate()
-    assert p.returncode == status
-    assert not stdout
-    first, hint = stderr.splitlines()
+def test_what_cannot_be_is_told_in_one_line(words: list[Any], error: str) -> None:
+    result = fit(*words)
+    assert result.exit_code == 1
+    assert not result.stdout
+    first, hint = result.stderr.splitlines()
     assert first.startswith("error: ")
     assert error in first
     assert hint.startswith("hint: ")

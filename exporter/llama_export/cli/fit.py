@@ -89,10 +89,10 @@ def command(
 
     No weight is read and nothing is run.
     """
-    asked = question(program)
     if (batch if maximize == "batch" else seq_len) is not None:
         given = "--batch" if maximize == "batch" else "--seq-len"
         raise click.UsageError(f"{given} is what --maximize {maximize} looks for")
+    asked = question(program)
 
     from llama_export.footprint.call import Asked
     from llama_export.footprint.forecast import open_subject
