@@ -155,10 +155,10 @@ def test_a_program_without_positions_reads_the_whole_state() -> None:
 
 
 def test_a_call_that_the_graph_cannot_take_is_a_known_failure() -> None:
-    network = tiny_network()
+    network = tiny_network(num_hidden_layers=1)
     spec, call = tiny_call(network, "forward", batch=2, length=8)
     form = Kind("pt2", "cpu").formulation("f32")
     job = Job(network.config, spec, spec.stem, call.signature, form, network.tensors)
-    _, other = tiny_call(network, "decode_paged", batch=2, length=8)
-    with pytest.raises(BuildError, match="cannot be followed for Rows=2"):
+    _, other = tiny_call(network, "hidden_packed", batch=2, length=8)
+    with pytest.raises(BuildError, match="cannot be followed for P=16"):
         ProgramGraph(trace(job)).peak(other)

@@ -241,12 +241,15 @@ class _Plan:
         node = self._nodes[place]
         if node.is_extern() or isinstance(node, NopKernelSchedulerNode):
             return None
+        order = [part.get_name() for part in node.get_nodes()]
         for name, other in left.items():
             buffer = self._buffers[name]
             uses = [user for user in buffer.users if self._index(user.node) == place]
-            is_made_whole = not isinstance(buffer.defining_op, NopKernelSchedulerNode)
-            is_last = ends[name] == place and all(user.can_inplace for user in uses)
-            if other == size and uses and is_last and is_made_whole:
+            if other != size or ends[name] != place or not uses:
+                continue
+            # Of several parts of a fused loop that read it, the last one decides.
+            last = max(uses, key=lambda user: order.index(user.get_name()))
+            if last.can_inplace and not isinstance(buffer.defining_op, NopKernelSchedulerNode):
                 return name
         return None
 

@@ -77,7 +77,12 @@ class ProgramGraph:
         ]
         try:
             return peak_of(self._graph, arguments, call.position)
-        except (RuntimeError, TypeError, ValueError) as cause:  # whatever an operator refuses
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+        ) as cause:  # whatever an operator refuses
             reason = next(iter(str(cause).splitlines()), type(cause).__name__)
             shown = ", ".join(f"{name}={size}" for name, size in call.sizes.items()) or "its sizes"
             raise BuildError(
