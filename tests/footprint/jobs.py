@@ -46,8 +46,6 @@ def arguments(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     for spec, tensor in zip(call.signature.inputs, inputs, strict=True):
         if spec.name in ("pos", "positions", "step_positions"):
             tensor.fill_(call.position)
-        if spec.name == "temperature":
-            tensor.fill_(1.0)
-        if spec.name == "eos":
-            tensor.fill_(call.signature.outputs[0].shape[0])
+        if spec.name in ("temperature", "eos"):  # no token 1 is given, so loops run to their end
+            tensor.fill_(1)
     return inputs, states
