@@ -195,6 +195,24 @@ def test_the_context_ends_at_the_model_s_positions() -> None:
     assert "the model's 8,192" in found.limit
 
 
+@pytest.mark.parametrize(("entry", "tokens"), [("prefill", 512), ("generate<64>", None)])
+def test_a_context_is_found_from_the_shortest_that_the_entry_takes(
+    entry: str, tokens: int | None
+) -> None:
+    subject = planned("llama-3.1-8b-instruct", entry, shards=2)
+    found = largest_fit(subject, Asked(1, 64, tokens), "context", 10 * 10**9)
+    position = 32 * 2 * 4 * 128 * BYTES
+    assert found.value > 10_000
+    assert found.forecast.num_bytes <= 10 * 10**9 < found.forecast.num_bytes + position
+    assert found.forecast.sizes.get("S") == tokens
+
+
+def test_more_tokens_than_a_call_takes_are_refused() -> None:
+    subject = planned("smollm2-135m", "prefill")
+    with pytest.raises(LlamaExportError, match="expected S from 1 to 512, got 513"):
+        forecast(subject, Asked(1, 2048, 513))
+
+
 def test_the_batch_ends_where_the_entry_does() -> None:
     subject = planned("smollm2-135m", "next_token")
     found = largest_fit(subject, Asked(1, 64), "batch", 10**12)

@@ -92,7 +92,7 @@ tokens_option = option(
     type=click.IntRange(min=1),
     metavar="N",
     show_default="as many as a call takes, up to the sequences' length",
-    help="Tokens of a row, or packed, that one call of a prefill takes.",
+    help="Most tokens that one call of a prefill takes, of a row or packed.",
 )
 
 

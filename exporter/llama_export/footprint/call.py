@@ -36,7 +36,7 @@ class Asked:
         batch: sequences.
         seq_len: positions of a sequence's state, the last of them scratch in rows; tokens of a
             sequence where there is no state.
-        tokens: that one call takes: of a row, or packed; None: as many as it can, up to the length.
+        tokens: most that one call takes, of a row or packed; None: as many as the entry does.
     """
 
     batch: int
@@ -153,11 +153,12 @@ def _sizes(spec: EntrySpec, signature: Signature, asked: Asked) -> dict[str, int
     is_rows = spec.states == "rows"
     usable = length - 1 if is_rows else length
     most = {dim.name: dim.max for dim in signature.dims}
-    row = asked.tokens or (usable if spec.states is None else min(usable, most.get("S", usable)))
-    packed = batch * usable
-    if spec.states is not None:
-        packed = min(packed, most.get("P", packed))
-    sizes = {"B": batch, "M": batch, "Rows": batch, "S": row, "P": asked.tokens or packed}
+    row, packed = usable, batch * usable
+    if asked.tokens is not None:
+        row, packed = min(asked.tokens, row), min(asked.tokens, packed)
+    elif spec.states is not None:
+        row, packed = min(most.get("S", row), row), min(most.get("P", packed), packed)
+    sizes = {"B": batch, "M": batch, "Rows": batch, "S": row, "P": packed}
     if spec.states == "pool":
         num_pages = math.ceil(length / _page_len(signature))
         sizes |= {"Pages": num_pages, POOL_PAGES: batch * num_pages + 1}  # page 0 is scratch

@@ -54,10 +54,12 @@ def largest_fit(subject: Subject, asked: Asked, maximize: Maximize, budget: int)
             hint="give the model instead of the bundle",
         )
     tried = _Tried(subject, asked, maximize, budget)
-    smallest = 1 if maximize == "batch" else MIN_LENGTH
-    if not (tried.fits(_FIRST) or tried.fits(smallest)):
+    longest = max(subject.spec.counts.values(), default=1)
+    smallest = 1 if maximize == "batch" else max(MIN_LENGTH, longest + 1)
+    first = max(_FIRST, smallest)
+    if not (tried.fits(first) or tried.fits(smallest)):
         raise tried.refusal(smallest)
-    value = _last(tried.fits, _FIRST if tried.fits(_FIRST) else smallest)
+    value = _last(tried.fits, first if tried.fits(first) else smallest)
     found = tried.forecast(value)
     assert isinstance(found, Forecast)
     return Fit(value, found, tried.reason(value + 1))
