@@ -13,9 +13,10 @@ from typing import Any, Literal
 from llama_artifacts.bundle import CHUNK_BYTES, Bundle
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import WEIGHTS_NAME, Check, File, Program
-from llama_artifacts.safetensors import StoredTensor, read_header
+from llama_artifacts.manifest import Check, File, Program
+from llama_artifacts.safetensors import StoredTensor
 from llama_artifacts.signature import show
+from llama_artifacts.weights import stored_tensors
 
 Area = Literal[
     "source", "config", "toolchain", "signatures", "programs", "weights", "files", "checks"
@@ -116,7 +117,7 @@ def _weights(first: Bundle, second: Bundle) -> Iterator[Change]:
         for name, before, after in _pairs(*texts):
             yield Change("weights", name, before, after)
     else:
-        changes = list(_tensors(_stored(first), _stored(second)))
+        changes = list(_tensors(stored_tensors(first), stored_tensors(second)))
         yield from changes
         if not changes:  # the same tensors in other files or another order, or other metadata
             yield Change("weights", "layout", *map(_sizes_text, sides))
@@ -130,16 +131,6 @@ def _weights_files(bundle: Bundle) -> dict[str, File]:
 
 def _sizes_text(files: Mapping[str, File]) -> str:
     return ", ".join(f"{name}: {_file_text(file)}" for name, file in sorted(files.items()))
-
-
-def _stored(bundle: Bundle) -> dict[str, _Place]:
-    """Every tensor of the weights by name; of two of a name, that of the bundle's own file."""
-    found: dict[str, _Place] = {}
-    for name in sorted(bundle.manifest.weights_headers, key=lambda name: name == WEIGHTS_NAME):
-        path = bundle.path(name)
-        tensors = read_header(path, error=IntegrityError).tensors
-        found |= {tensor: (path, stored) for tensor, stored in tensors.items()}
-    return found
 
 
 def _tensors(first: Mapping[str, _Place], second: Mapping[str, _Place]) -> Iterator[Change]:

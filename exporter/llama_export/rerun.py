@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 from llama_artifacts.bundle import Bundle
-from llama_artifacts.errors import BuildError, CompatibilityError, ManifestError
-from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Manifest, Program, Source
-from llama_artifacts.safetensors import read_header
+from llama_artifacts.errors import BuildError, CompatibilityError
+from llama_artifacts.manifest import FORMATS, Manifest, Program, Source
 from llama_artifacts.strict_json import parse_object, shown
+from llama_artifacts.weights import stored_tensors
 from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import SCALE
 from llama_export.entries import registry
@@ -143,8 +143,8 @@ def _dtype(bundle: Bundle) -> str | None:
         return manifest.dtype
     if manifest.weights != "copy":
         return None  # they stay in the checkpoint's own files, as they are
-    header = read_header(bundle.path(WEIGHTS_NAME), error=ManifestError)
-    kinds = {tensor.dtype for name, tensor in header.tensors.items() if not name.endswith(_FIXED)}
+    stored = stored_tensors(bundle)
+    kinds = {tensor.dtype for name, (_, tensor) in stored.items() if not name.endswith(_FIXED)}
     return manifest.dtype if kinds <= {manifest.dtype, E4M3} else None
 
 

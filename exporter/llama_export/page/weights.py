@@ -1,4 +1,4 @@
-"""The weights by part of the network and dtype, from the header of their file."""
+"""The weights by part of the network and dtype, from the headers of their files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_artifacts.bundle import Bundle
-from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import WEIGHTS_NAME
-from llama_artifacts.safetensors import read_header
 from llama_artifacts.signature import show
+from llama_artifacts.weights import stored_tensors
 
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 
@@ -37,17 +35,14 @@ class Share:
 
 
 def read_weights(bundle: Bundle) -> tuple[Weight, ...]:
-    """Every tensor, in the order of the file; none where the bundle holds no weights.
+    """Every tensor that the bundle holds, in the order of its files.
 
     Raises:
-        IntegrityError: the file's header breaks the format.
+        IntegrityError: a file's header breaks the format.
     """
-    if WEIGHTS_NAME not in bundle.manifest.files:
-        return ()
-    header = read_header(bundle.path(WEIGHTS_NAME), error=IntegrityError)
     return tuple(
         Weight(name, _part(name), tensor.dtype, tensor.shape, tensor.end - tensor.start)
-        for name, tensor in header.tensors.items()
+        for name, (_, tensor) in stored_tensors(bundle).items()
     )
 
 

@@ -17,7 +17,6 @@ from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import ChoiceError, CompatibilityError
 from llama_artifacts.manifest import (
     FORMATS,
-    WEIGHTS_NAME,
     Format,
     Manifest,
     Program,
@@ -119,9 +118,9 @@ def plan(manifest: Manifest, options: Options) -> tuple[TritonModel, ...]:
         CompatibilityError: the bundle holds no weights or no program, or not in the format chosen.
         ChoiceError: it has programs for other devices than chosen, or for several and none was.
     """
-    if WEIGHTS_NAME not in manifest.files:
+    if manifest.weights not in ("copy", "link"):
         raise CompatibilityError(
-            f"expected a bundle with its weights in `{WEIGHTS_NAME}`, got one without",
+            f"expected a bundle with its weights, got one of mode `{manifest.weights}`",
             hint="build it with --weights copy",
         )
     device = _device(manifest, options)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_artifacts.bundle import Bundle, check_digest, open_bundle, staging
-from llama_artifacts.manifest import FILE_NAME, WEIGHTS_NAME
+from llama_artifacts.manifest import FILE_NAME
 from llama_export.triton.config import config_text
 from llama_export.triton.plan import Options, TritonModel, plan
 
@@ -82,7 +82,8 @@ def _write_model(placer: _Placer, folder: Path, model: TritonModel, options: Opt
     _write(folder / CONFIG_NAME, config_text(model, options))
     if model.backend == "onnxruntime":
         placer.place(model.programs[0].file, version / "model.onnx")
-        placer.place(WEIGHTS_NAME, version / WEIGHTS_NAME)
+        for name in placer.bundle.manifest.weights_headers:
+            placer.place(name, version / name)
     else:
         _write(version / "model.py", MODEL_PY)
         (version / "bundle").mkdir()

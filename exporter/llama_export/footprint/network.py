@@ -1,0 +1,188 @@
+"""What is to be measured: a network with the dtypes of its weights, from a model or a manifest.
+
+No tensor's data is read: a checkpoint's header, a preset's config or a manifest will do.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llama_artifacts.bundle import Bundle
+from llama_artifacts.dtypes import from_name
+from llama_artifacts.errors import IntegrityError
+from llama_artifacts.manifest import Manifest
+from llama_artifacts.manifest import Program as ProgramRecord
+from llama_export import presets
+from llama_export.checkpoint.config import (
+    HfConfig,
+    LlamaConfig,
+    RopeConfig,
+    read_hf_config,
+)
+from llama_export.checkpoint.files import CONFIG, read_json
+from llama_export.checkpoint.fp8 import E4M3
+from llama_export.checkpoint.layout import (
+    expected_tensors,
+    linear_shapes,
+    scaled_modules,
+)
+from llama_export.checkpoint.open import open_checkpoint
+from llama_export.checkpoint.source import TensorInfo
+from llama_export.footprint.figures import Basis
+from llama_export.footprint.shards import shard
+from llama_export.model.llama import INV_FREQ
+from llama_export.pack import plan_weights
+
+DEFAULT_DTYPE = "bf16"
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network and how its weights are stored.
+
+    Attributes:
+        name: of the model.
+        config: its sizes; what only changes values, such as the rotary scaling, may be anything.
+        dtype: the compute dtype.
+        tensors: dtype and shape of every weight, by name.
+        weights_basis: how sure the dtypes are.
+        weights_how: where they come from, in a few words.
+    """
+
+    name: str
+    config: LlamaConfig
+    dtype: str
+    tensors: Mapping[str, TensorInfo]
+    weights_basis: Basis
+    weights_how: str
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(
+            math.prod(info.shape) * from_name(info.dtype).num_bytes
+            for info in self.tensors.values()
+        )
+
+    def first_layers(self, num_layers: int) -> Network:
+        """The network with fewer layers."""
+        return self._with(replace(self.config, num_layers=num_layers))
+
+    def shard(self, num_shards: int) -> Network:
+        """What one of several devices holds of it.
+
+        Raises:
+            BuildError: a size does not divide.
+        """
+        how = f"{self.weights_how}, one of {num_shards} shards"
+        return replace(self._with(shard(self.config, num_shards)), weights_how=how)
+
+    def _with(self, config: LlamaConfig) -> Network:
+        shapes = _shapes(config, scaled_modules(self.tensors))
+        tensors = {name: TensorInfo(self.tensors[name].dtype, shapes[name]) for name in shapes}
+        return replace(self, config=config, tensors=tensors)
+
+
+def from_model(model: str, *, dtype: str | None = None) -> Network:
+    """The network of a checkpoint folder, GGUF file, hub repository or preset.
+
+    A preset and a folder with nothing but a config.json are taken by their config alone.
+
+    Args:
+        model: as `build` takes it.
+        dtype: the compute dtype, which weights take too as in a build; None: the checkpoint's.
+
+    Raises:
+        CheckpointError: nothing of that name, or it cannot be used.
+    """
+    path = Path(model)
+    preset = None if os.path.lexists(model) else presets.find(model)
+    if preset is not None:
+        hf = read_hf_config(preset.config, where=preset.name)
+        return _from_config(preset.name, hf, dtype or preset.dtype, "the preset's config")
+    if (path / CONFIG).is_file() and not any(any(path.glob(name)) for name in _WEIGHT_FILES):
+        hf = read_hf_config(read_json(path / CONFIG), where=path / CONFIG)
+        found = dtype or (DEFAULT_DTYPE if hf.dtype in (None, "f64") else hf.dtype)
+        return _from_config(path.resolve().name, hf, found, "config.json")
+    checkpoint = open_checkpoint(model, headers_only=True)
+    compute = dtype or checkpoint.dtype
+    plan = plan_weights(checkpoint, compute=compute, keeps_stored=dtype is None)
+    return Network(
+        checkpoint.name,
+        checkpoint.config,
+        compute,
+        plan.tensors,
+        "exact",
+        "the checkpoint's header",
+    )
+
+
+def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
+    """The network of a bundle, as one of its programs computes it.
+
+    Raises:
+        IntegrityError: the weights' header is damaged, or lacks what the program binds.
+    """
+    manifest = bundle.manifest
+    config = _config(manifest)
+    if manifest.weights in ("none", "reference"):
+        modules = scaled_modules(program.constants)
+        tensors = plain_tensors(config, manifest.dtype, modules)
+        how = "the manifest's sizes; the bundle holds no weights"
+        return Network(manifest.name, config, program.dtype, tensors, "modelled", how)
+    stored = {name: tensor for name, (_, tensor) in stored_tensors(bundle).items()}
+    shapes = _shapes(config, scaled_modules(stored))
+    for name, shape in shapes.items():
+        if name not in stored or stored[name].shape != shape:
+            raise IntegrityError(f"expected `{name}` of shape {list(shape)}", where=bundle.folder)
+    tensors = {name: TensorInfo(stored[name].dtype, shapes[name]) for name in shapes}
+    return Network(manifest.name, config, program.dtype, tensors, "exact", "the weights' headers")
+
+
+def _from_config(name: str, hf: HfConfig, dtype: str, where: str) -> Network:
+    scheme, linears = hf.fp8, linear_shapes(hf.config)
+    modules = frozenset(m for m in linears if scheme is not None and scheme.covers(m))
+    tensors = plain_tensors(hf.config, dtype, modules)
+    return Network(name, hf.config, dtype, tensors, "modelled", f"{where} and dtype {dtype}")
+
+
+def plain_tensors(
+    config: LlamaConfig, dtype: str, modules: frozenset[str] = frozenset()
+) -> dict[str, TensorInfo]:
+    """Every weight in one dtype, but for FP8 layers and the table of frequencies."""
+    eight_bits = {f"{module}.weight" for module in modules}
+    fixed = {**dict.fromkeys(eight_bits, E4M3), INV_FREQ: "f32"}
+    return {
+        name: TensorInfo(fixed.get(name, dtype), shape)
+        for name, shape in _shapes(config, modules).items()
+    }
+
+
+def _shapes(config: LlamaConfig, modules: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    kept = {name for name in modules if name in linear_shapes(config)}
+    return {**expected_tensors(config, kept), INV_FREQ: (config.head_dim // 2,)}
+
+
+def _config(manifest: Manifest) -> LlamaConfig:
+    """The sizes of a manifest's model; its rotary embedding is data that no graph depends on."""
+    model = manifest.model
+    return LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rms_norm_eps=model.rms_norm_eps,
+        rope=RopeConfig(theta=1.0),
+        max_position=manifest.max_seq,
+        tie_word_embeddings=model.tie_word_embeddings,
+        attention_bias=model.attention_bias,
+        mlp_bias=model.mlp_bias,
+    )
