@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
@@ -215,6 +216,8 @@ def _ensure_tensor(
             continue
         factor, dim_name = parts(declared)
         dim = job.signature.dim(dim_name)
+        if isinstance(size, torch.SymInt) and _is_known(size, factor, dim_name, symbols):
+            continue
         symbol = size.node.expr / factor if isinstance(size, torch.SymInt) else None
         bounds = program.range_constraints.get(symbol) if symbol is not None else None
         if bounds is None:
@@ -226,6 +229,14 @@ def _ensure_tensor(
                 job,
                 f"`{name}`: {declared} is {bounds} in the graph, promised {dim.min} to {dim.max}",
             )
+
+
+def _is_known(size: torch.SymInt, factor: int, name: str, symbols: Mapping[Any, str]) -> bool:
+    """Whether a size is that multiple of a dimension, which may have a symbol in each input."""
+    expression = size.node.expr
+    named = {symbol: sympy.Symbol(known, integer=True) for symbol, known in symbols.items()}
+    known = expression.free_symbols <= named.keys()
+    return known and expression.subs(named) == factor * sympy.Symbol(name, integer=True)
 
 
 def _is_written(user: torch.fx.Node, state: torch.fx.Node) -> bool:

@@ -48,7 +48,7 @@ def test_against_transformers_adds_checks_and_samples(short_bundle: Path, tmp_pa
 def test_samples_are_shown_as_a_short_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     install_verify(monkeypatch, GOOD)
-    reference: Any = SimpleNamespace(load=lambda folder, reporter: reference)
+    reference: Any = SimpleNamespace(load=lambda folder, **settings: reference)
     fakes.install(
         monkeypatch,
         "llama_export.reference",

@@ -15,7 +15,7 @@ from tests.cli.synthetic import write_bundle
     ("words", "message", "hint"),
     [
         (["biuld"], "unknown command `biuld`", "did you mean `build`?"),
-        (["xyzzy"], "unknown command `xyzzy`", "commands: build, entries"),
+        (["xyzzy"], "unknown command `xyzzy`", "commands: build, cache, diff, entries"),
         (["build"], "missing argument", "see `llama-export build --help`"),
         (["build", "m", "--max-sq", "9"], "--max-seq", "see `llama-export build --help`"),
         (["build", "m", "--format", "pt3"], "'pt2', 'aoti', 'onnx'", "--help"),
@@ -60,7 +60,7 @@ def test_with_json_the_failure_is_an_object_on_stdout_too(tmp_path: Path) -> Non
 def test_a_message_of_several_lines_and_control_characters_stays_on_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def build(recipe: object, *, reporter: object) -> None:
+    def build(recipe: object, **settings: object) -> None:
         raise CheckpointError("one\ntwo \x1b[31mred\x9b", where="a\nb")
 
     fakes.install(monkeypatch, "llama_export.build", build=build)
@@ -72,7 +72,7 @@ def test_a_message_of_several_lines_and_control_characters_stays_on_one_line(
 
 
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(recipe: object, *, reporter: object) -> None:
+    def build(recipe: object, **settings: object) -> None:
         raise ZeroDivisionError
 
     fakes.install(monkeypatch, "llama_export.build", build=build)

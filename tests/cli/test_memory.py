@@ -19,7 +19,7 @@ def bundle(tmp_path: Path) -> Path:
     """One ONNX program without weights, whose activations nobody knows."""
     programs = (sample_program("decode", "onnx", "decode.onnx"),)
     folder = tmp_path / "b"
-    return write_sample(folder, programs=programs, weights="none", weights_header=None)
+    return write_sample(folder, programs=programs, weights="none", weights_headers={})
 
 
 def test_every_figure_says_how_sure_it_is(bundle: Path) -> None:

@@ -62,15 +62,27 @@ def test_bundles_side_by_side(calls: list[Any], text: Path) -> None:
         (
             (Path("a"), Path("b")),
             "Grün ist die Heide.\n",
-            {"window": None, "stride": None, "format": None, "device": "cpu"},
+            {
+                "window": None,
+                "stride": None,
+                "format": None,
+                "device": "cpu",
+                "weights_dir": None,
+            },
         )
     ]
 
 
 def test_every_option_reaches_the_library(calls: list[Any], text: Path) -> None:
-    words = "--window 64 --stride 16 --format onnx --device cuda:1"
+    words = "--window 64 --stride 16 --format onnx --device cuda:1 --weights-dir m"
     assert invoke("perplexity", "a", "--text", text, *words.split()).exit_code == 0
-    assert calls[0][2] == {"window": 64, "stride": 16, "format": "onnx", "device": "cuda:1"}
+    assert calls[0][2] == {
+        "window": 64,
+        "stride": 16,
+        "format": "onnx",
+        "device": "cuda:1",
+        "weights_dir": Path("m"),
+    }
 
 
 def test_json(calls: list[Any], text: Path) -> None:

@@ -43,6 +43,7 @@ def test_defaults(runtime: FakeRuntime) -> None:
             "format": None,
             "threads": None,
             "allow_native": True,
+            "weights_dir": None,
             "require_signature": None,
         },
         "generate": {"prompt": "Why?", "stop": (), "chat": None, "system": None, **SAMPLING},
@@ -53,7 +54,7 @@ def test_every_option_reaches_the_runtime(runtime: FakeRuntime) -> None:
     words = (
         "--format onnx --device cuda:1 --threads 2 --no-native --max-new 9 --temperature 0.5"
         " --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 --stop END --stop FIN --chat --system terse"
-        " --require-signature key.pub"
+        " --weights-dir m --require-signature key.pub"
     )
     assert invoke("run", "b", "-p", "Why?", *words.split()).exit_code == 0
     assert runtime.calls == {
@@ -63,6 +64,7 @@ def test_every_option_reaches_the_runtime(runtime: FakeRuntime) -> None:
             "format": "onnx",
             "threads": 2,
             "allow_native": False,
+            "weights_dir": Path("m"),
             "require_signature": Path("key.pub"),
         },
         "generate": {

@@ -18,7 +18,7 @@ from llama_artifacts.bundle import staging
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-def build(recipe, *, reporter):
+def build(recipe, *, reporter, cache):
     with staging(recipe.output) as folder, reporter.step("work"):
         (folder / "weights.safetensors").write_bytes(b"w")
         {work}

@@ -137,7 +137,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 def test_a_bundle_without_programs_or_weights(tmp_path: Path) -> None:
     contents = {name: text for name, text in CONTENTS.items() if name == "tokenizer.json"}
-    changes = {"weights": "none", "weights_header": None, "has_chat_template": False}
+    changes = {"weights": "none", "weights_headers": {}, "has_chat_template": False}
     bundle = write_sample(
         tmp_path / "b", contents=contents, programs=(), checks=(), stop_tokens=(), **changes
     )

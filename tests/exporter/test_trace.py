@@ -23,7 +23,7 @@ from llama_export.checkpoint.layout import expected_tensors
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries import registry
 from llama_export.entries.llama import MAX_ROWS
-from llama_export.entries.registry import Sizes
+from llama_export.entries.registry import DEFAULT_ROWS, Sizes
 from llama_export.model.llama import INV_FREQ, Formulation, Llama
 from llama_export.presets import find as find_preset
 from llama_export.trace import Job, trace
@@ -42,13 +42,14 @@ def job(
     *,
     batch: int = 2,
     max_seq: int = 64,
+    max_rows: int = DEFAULT_ROWS,
     variant: dict[str, int] | None = None,
     **overrides: Any,
 ) -> Job:
     config = config_from_hf(tiny_config(**overrides), where="config.json")
     weights = {name: TensorInfo("f32", shape) for name, shape in expected_tensors(config).items()}
     weights[INV_FREQ] = TensorInfo("f32", (config.head_dim // 2,))
-    sizes = Sizes(config, batch, max_seq, "f32")
+    sizes = Sizes(config, batch, max_seq, "f32", max_rows=max_rows)
     spec = registry.find(entry).sized(sizes)
     signature = spec.signature(sizes, variant)
     return Job(config, spec, spec.stem, signature, form, weights)
@@ -129,6 +130,13 @@ def test_a_program_for_cuda_graphs_reads_no_number_back(entry: str) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
 def test_sizes_that_equal_an_example_size_do_not_confuse(batch: int) -> None:
     trace(job("prefill", batch=batch, max_seq=8))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 5])
+@pytest.mark.parametrize("entry", ["decode_paged", "prefill_paged", "step_paged"])
+def test_few_rows_are_dynamic_too(entry: str, rows: int) -> None:
+    """The only example size of two rows is their most, and torch then gives each input a symbol."""
+    trace(job(entry, max_rows=rows))
 
 
 def test_sizes_of_one_are_traced() -> None:

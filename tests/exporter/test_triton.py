@@ -192,7 +192,7 @@ def test_what_cannot_be_served(changes: Any, options: Options, message: str) -> 
 
 def test_a_bundle_without_weights_is_refused(tmp_path: Path) -> None:
     contents = {name: data for name, data in CONTENTS.items() if name != "weights.safetensors"}
-    bundle = write_sample(tmp_path / "b", contents=contents, weights="none", weights_header=None)
+    bundle = write_sample(tmp_path / "b", contents=contents, weights="none", weights_headers={})
     with pytest.raises(CompatibilityError, match="expected a bundle with its weights"):
         write_repository(bundle, tmp_path / "models", Options())
     assert not (tmp_path / "models").exists()

@@ -122,7 +122,7 @@ def test_a_bundle_has_the_sizes_of_its_build(tmp_path: Path) -> None:
             tmp_path / "b",
             programs=(sample_program("decode", "onnx", "decode.onnx"),),
             weights="none",
-            weights_header=None,
+            weights_headers={},
         )
     )
     subject = open_subject(bundle, Question("decode"))

@@ -20,7 +20,7 @@ def nothing_is_mapped_or_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **settings: Any) -> None:
         pytest.fail("something of the bundle was used")
 
-    monkeypatch.setattr(loader, "map_weights", fail)
+    monkeypatch.setattr(loader, "bundle_weights", fail)
     monkeypatch.setattr(loader, "load_program", fail)
 
 

@@ -16,6 +16,7 @@ from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import Manifest
 from llama_artifacts.manifest import Program as ProgramRecord
+from llama_artifacts.weights import stored_tensors
 from llama_export import presets
 from llama_export.checkpoint.config import (
     HfConfig,
