@@ -34,6 +34,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python artifacts/schema/generate.py --check
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix

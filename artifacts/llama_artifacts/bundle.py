@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -22,6 +23,7 @@ from llama_artifacts.strict_json import printable
 
 CHUNK_BYTES = 2**20
 _LOCK_ATTEMPTS = 100
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _FULL = {
     errno.ENOSPC: "the file system is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -110,8 +112,11 @@ def describe(path: Path) -> File:
 
 
 @contextlib.contextmanager
-def staging(target: Path) -> Iterator[Path]:
+def staging(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     """A new folder beside `target` that takes its place when the block ends well.
+
+    With `replaces`, a bundle that is there stays until then, and is exchanged for the new one at
+    once: at every moment one of the two is whole under the name.
 
     The folder is removed when the block fails, also by an interrupt; what a killed process left
     behind, the next build of the same target removes. Everything is synced before the rename, so
@@ -119,26 +124,30 @@ def staging(target: Path) -> Iterator[Path]:
     writer out until this one ends or dies. Parents of the target that were made stay.
 
     Raises:
-        BuildError: the target exists, it cannot be written, the file system is full, or another
-            build holds it. Errors of the block that have nothing to do with it pass unchanged.
+        BuildError: the target exists, or is no bundle where it may be replaced; it cannot be
+            written, the file system is full, or another build holds it. Errors of the block that have nothing to do with it pass unchanged.
     """
     with _os_errors(target):
-        _refuse_existing(target)
+        _refuse_existing(target, replaces)
         _make_parents(target)
     with _lock(target):
         folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
         try:
             with _os_errors(target):
-                _refuse_existing(target)  # another build may just have ended
+                _refuse_existing(target, replaces)  # another build may just have ended
                 _remove_left_overs(target)
                 folder.mkdir()
             with _os_errors(target, within=folder):
                 yield folder
             with _os_errors(target):
                 _sync(folder)
-                _refuse_existing(target)
-                folder.rename(target)
+                _refuse_existing(target, replaces)
+                if target.exists():
+                    _exchange(folder, target)
+                else:
+                    folder.rename(target)
                 _fsync(target.parent)
+            shutil.rmtree(folder, ignore_errors=True)  # the old one, if it was exchanged
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -241,10 +250,29 @@ def check_space(target: Path, needed_bytes: int) -> None:
         )
 
 
-def _refuse_existing(target: Path) -> None:
-    if target.exists() or target.is_symlink():
-        hint = "remove it, or choose another with -o"
+def _refuse_existing(target: Path, replaces: bool) -> None:
+    if not target.exists() and not target.is_symlink():
+        return
+    hint = "remove it, or choose another with -o"
+    if not replaces:
         raise BuildError("the output exists", where=target, hint=hint)
+    if target.is_symlink() or not (target / manifests.FILE_NAME).is_file():
+        raise BuildError("the output exists and is no bundle", where=target, hint=hint)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Gives each of two folders the other's name, at once (renameat2(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    code = errno.ENOSYS
+    if hasattr(libc, "renameat2"):
+        names = os.fsencode(first), os.fsencode(second)
+        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        message = "this file system cannot exchange folders"
+        raise BuildError(message, where=second, hint="remove the old bundle first")
+    raise OSError(code, os.strerror(code), str(second))
 
 
 def _make_parents(target: Path) -> None:

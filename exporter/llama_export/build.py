@@ -71,7 +71,7 @@ def build(
     output = blueprint.output
     own_bytes = 0 if recipe.weights == "none" else blueprint.plan.num_bytes
     check_space(output, own_bytes + len(blueprint.drafts) * PROGRAM_BYTES)
-    with staging(output) as folder:
+    with staging(output, replaces=recipe.overwrites) as folder:
         _write_assets(blueprint.checkpoint.assets(), folder)
         _write_weights(blueprint, folder, reporter)
         made = make_all(blueprint, folder, reporter=reporter, cache=cache)

@@ -42,7 +42,8 @@ class Recipe:
         numerics: how products with FP8 weights are computed: `exact`, or `fast`.
         num_layers: use only so many of the checkpoint's first layers; None: all.
         jobs: processes that make programs at the same time; None: as many as cores and memory
-            allow. Scripts that ask for several must be importable (`if __name__ == "__main__"`).
+            allow.
+        overwrites: whether a bundle that is at the output is replaced once the new one is whole.
     """
 
     model: str
@@ -64,3 +65,4 @@ class Recipe:
     numerics: Numerics = "exact"
     num_layers: int | None = None
     jobs: int | None = 1
+    overwrites: bool = False

@@ -45,6 +45,8 @@ MAX_ROWS_KEPT = 2
 NUM_BEGINNINGS, NUM_SURE = 64, 4
 """Tokens that a text might begin with, and how far each is followed to choose one."""
 
+_OUT = ".outputs."
+
 SAFE_SHARE = 0.25
 """A token is expected where its lead over the next is at least this share of the limit."""
 
@@ -52,7 +54,11 @@ SAFE_SHARE = 0.25
 def write_vectors(
     folder: Path, manifest: Manifest, weights: Mapping[str, torch.Tensor]
 ) -> tuple[str, ...]:
-    """Writes the vectors of each entry into the folder; their names."""
+    """Writes the vectors of each entry into the folder; their names.
+
+    An entry of which nothing can be expected beyond doubt gets none: a generating one whose every
+    first token rounding might change.
+    """
     model = load_model(network_weights(weights, manifest), manifest, where=folder)
     oracle = Oracle(model, random_sequences(manifest, NUM_TOKENS))
     names = []
@@ -60,6 +66,8 @@ def write_vectors(
         programs = [p for p in manifest.programs if p.entry == entry and not p.variant]
         if is_known(programs[0]):
             tensors, sizes = _record(programs, oracle)
+            if all((tensor == ANYTHING).all() for name, tensor in tensors.items() if _OUT in name):
+                continue
             data = _file(entry, tensors, sizes)
             names.append(vectors_name(entry))
             (folder / names[-1]).write_bytes(data)

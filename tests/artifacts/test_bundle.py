@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from llama_artifacts import bundle as bundles
+from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import (
     check_digest,
     check_space,
@@ -650,3 +652,69 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
         *CONTENTS,
         *(f"{who}-{number}.json" for who in ("own", "other") for number in range(20)),
     }
+
+
+# --- replacing a bundle ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A bundle that is there already."""
+    return write_sample(tmp_path / "b", name="old")
+
+
+def test_a_bundle_is_replaced_at_once_by_a_whole_one(old: Path) -> None:
+    with staging(old, replaces=True) as folder:
+        write_sample(folder, name="new")
+        assert manifests.read(old).name == "old"
+    assert manifests.read(old).name == "new"
+    assert [path.name for path in old.parent.iterdir()] == ["b"]
+
+
+def test_where_nothing_is_to_be_replaced_the_new_one_appears(tmp_path: Path) -> None:
+    with staging(tmp_path / "b", replaces=True) as folder:
+        write_sample(folder)
+    assert manifests.read(tmp_path / "b")
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, ValueError])
+def test_the_old_bundle_survives_a_failure(old: Path, failure: type[BaseException]) -> None:
+    before = {path.name: path.read_bytes() for path in old.iterdir()}
+
+    def build_new() -> None:
+        with staging(old, replaces=True) as folder:
+            write_sample(folder, name="new")
+            raise failure
+
+    with pytest.raises(failure):
+        build_new()
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == before
+    assert [path.name for path in old.parent.iterdir()] == ["b"]
+
+
+def test_only_a_bundle_is_replaced(tmp_path: Path, old: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("x")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(old)
+    for name in ("notes", "file", "link"):
+        with (
+            pytest.raises(BuildError, match="exists and is no bundle"),
+            staging(tmp_path / name, replaces=True),
+        ):
+            raise AssertionError
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "x"
+
+
+def test_a_file_system_without_exchange_is_told(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Libc:
+        @staticmethod
+        def renameat2(*words: object) -> int:
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *words, **options: Libc)
+    with pytest.raises(BuildError, match="cannot exchange"), staging(old, replaces=True) as folder:
+        write_sample(folder, name="new")
+    assert manifests.read(old).name == "old"
+    assert [path.name for path in old.parent.iterdir()] == ["b"]

@@ -188,6 +188,7 @@ def test_the_file_is_the_recipe(tmp_path: Path, recipes: list[Recipe]) -> None:
         dtype="f32",
         weights="none",
         num_layers=1,
+        jobs=None,
     )
     assert recipes == [expected]
 

@@ -23,6 +23,7 @@ from llama_export.recipe import Recipe
 from llama_export.vectors import _num_safe, write_vectors
 from llama_export.verify import verify
 from llama_runtime import vectors
+from llama_runtime.weights import map_weights
 from tests.tiny import write_tiny
 
 ENTRIES = ("forward", "decode", "decode_paged", "step_packed", "log_probs_packed", "generation")
@@ -66,7 +67,8 @@ def test_every_entry_has_small_vectors_that_every_program_meets(small: Path) -> 
 
 
 def test_vectors_are_the_same_each_time(bundle: Path) -> None:
-    names = write_vectors(bundle, manifests.read(bundle))
+    weights = map_weights(bundle / "weights.safetensors")
+    names = write_vectors(bundle, manifests.read(bundle), weights)
     manifest = manifests.read(bundle)
     assert all(describe(bundle / name) == manifest.files[name] for name in names)
 
@@ -101,6 +103,23 @@ def test_another_expectation_is_found(bundle: Path, entry: str) -> None:
     assert failed[0].detail.startswith("call ")
     (result,) = (r for r in verify(bundle, uses_vectors=True) if not r.passed)
     assert result.place == f"{entry}/pt2 vectors"
+    assert path.exists()
+
+
+def test_vectors_that_expect_nothing_fail(bundle: Path) -> None:
+    path = bundle / vectors_name("generate<5>")
+
+    def edit(data: bytearray) -> None:
+        start = 8 + int.from_bytes(data[:8], "little")
+        table = json.loads(data[8:start])
+        begin, end = (start + at for at in table["calls.0.outputs.tokens"]["data_offsets"])
+        data[begin:end] = b"\xff" * (end - begin)  # each a -1, which stands for anything
+
+    change(bundle, "generate<5>", edit)
+    failed = [result for result in vectors.check(bundle) if not result.passed]
+    assert [(result.entry, result.detail) for result in failed] == [
+        ("generate<5>", "nothing is expected")
+    ]
     assert path.exists()
 
 

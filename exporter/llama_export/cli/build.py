@@ -14,7 +14,8 @@ from llama_artifacts.places import CACHE_VARIABLE
 from llama_artifacts.summary import show_bytes
 from llama_export import presets
 from llama_export.cli import output
-from llama_export.cli.config import config_option
+from llama_export.cli.config import check_option, config_option
+from llama_export.cli.diff import show_changes
 from llama_export.cli.options import Command, formats_option, json_option, option
 from llama_export.entries.registry import DEFAULT_MAX_NEW, DEFAULT_ROWS, DEFAULT_STEPS
 from llama_export.recipe import DEFAULT_ENTRIES, DEFAULT_MAX_SEQ, Recipe
@@ -27,6 +28,10 @@ EXAMPLES = (
     (
         "A GGUF file, one format, room for 8,191 tokens:",
         "llama-export build ./model.gguf -o my-bundle --format aoti --max-seq 8192",
+    ),
+    (
+        "Whether the same comes out once more, byte for byte:",
+        "llama-export build ./model.gguf --check my-bundle",
     ),
     (
         "Only the program of one step, without weights:",
@@ -164,6 +169,15 @@ class BuildCommand(Command):
     help="The folder to write; it must not exist yet.",
 )
 @option(
+    "--overwrite",
+    "overwrites",
+    group=WHERE,
+    is_flag=True,
+    show_default=False,
+    help="Replace the bundle that is there, once the new one is whole and checked.",
+)
+@check_option
+@option(
     "--weights",
     group=WHERE,
     type=click.Choice(["copy", "link", "reference", "none"]),
@@ -218,13 +232,14 @@ def command(
     variants: tuple[str, ...],
     cache_dir: Path | None,
     no_cache: bool,
+    checked: Path | None,
     **choices: Any,
 ) -> None:
     """Build a bundle from a checkpoint.
 
     MODEL is a checkpoint folder as on the Hugging Face hub (config.json and safetensors), a .gguf
     file, a hub repository as owner/name or owner/name@revision, or a preset (listed below). With
-    --config it may be left out where the file names a hub repository.
+    --config or --check it may be left out where that names a hub repository.
 
     Programs are traced without the weights' data, so also a large model builds quickly. The bundle
     appears when it is whole: a build that fails or is stopped leaves nothing behind.
@@ -235,6 +250,9 @@ def command(
 
     recipe = Recipe(model, variants=variants or None, **choices)
     registry.expand(recipe.entries)
+    if checked is not None:
+        _check(recipe, checked, as_json=as_json)
+        return
 
     from llama_export.build import build
     from llama_export.cache import ProgramCache
@@ -246,6 +264,14 @@ def command(
         output.write_json(_result_dict(result))
     else:
         _show(result)
+
+
+def _check(recipe: Recipe, bundle: Path, *, as_json: bool) -> None:
+    from llama_export.rebuild import differences
+
+    with output.reporter() as reporter:
+        changes = differences(recipe, bundle, reporter=reporter)
+    show_changes(changes, (bundle, "built again"), as_json=as_json)
 
 
 def _result_dict(result: BuildResult) -> dict[str, Any]:

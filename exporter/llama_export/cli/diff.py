@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.codec import encode
-from llama_artifacts.diff import compare
+from llama_artifacts.diff import Change, compare
 from llama_export.cli import errors, output
 from llama_export.cli.options import Command, json_option
 
@@ -28,8 +29,7 @@ _folder = click.Path(path_type=Path)
 @click.argument("first", metavar="A", type=_folder)
 @click.argument("second", metavar="B", type=_folder)
 @json_option
-@click.pass_context
-def command(ctx: click.Context, *, first: Path, second: Path, as_json: bool) -> None:
+def command(*, first: Path, second: Path, as_json: bool) -> None:
     """Show what changed between two bundles.
 
     A and B are folders that `llama-export build` wrote.
@@ -42,8 +42,13 @@ def command(ctx: click.Context, *, first: Path, second: Path, as_json: bool) -> 
     `error:` line.
     """
     changes = compare(open_bundle(first), open_bundle(second))
+    show_changes(changes, (first, second), as_json=as_json)
+
+
+def show_changes(changes: Sequence[Change], sides: tuple[object, object], *, as_json: bool) -> None:
+    """Prints what differs, and ends the command with status 1 where anything does."""
     if as_json:
-        report = {"first": str(first), "second": str(second), "same": not changes}
+        report = {"first": str(sides[0]), "second": str(sides[1]), "same": not changes}
         output.write_json({**report, "changes": encode(changes)})
     elif changes:
         rows = [
@@ -54,7 +59,7 @@ def command(ctx: click.Context, *, first: Path, second: Path, as_json: bool) -> 
     else:
         output.write("no difference\n")
     if changes:
-        ctx.exit(errors.EXIT_FAILURE)
+        click.get_current_context().exit(errors.EXIT_FAILURE)
 
 
 def _shown(text: str | None) -> str:

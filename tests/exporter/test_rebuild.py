@@ -1,0 +1,69 @@
+"""A bundle is built once more and compared, file by file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from llama_artifacts.bundle import put_file
+from llama_artifacts.errors import IntegrityError
+from llama_export.build import build
+from llama_export.rebuild import differences
+from llama_export.recipe import Recipe
+from tests.cli.running import invoke
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("again") / "tiny")
+
+
+def recipe(checkpoint: Path, output: Path | None = None, max_seq: int = 32) -> Recipe:
+    return Recipe(str(checkpoint), output, ("next_token",), ("pt2", "onnx"), max_seq=max_seq)
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(recipe(checkpoint, tmp_path_factory.mktemp("built") / "bundle")).folder
+
+
+@pytest.fixture
+def bundle(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "moved and renamed")
+
+
+def test_the_same_recipe_gives_the_same_bytes(bundle: Path, checkpoint: Path) -> None:
+    put_file(bundle, "samples.json", b"{}")  # recorded later
+    assert differences(recipe(checkpoint), bundle) == ()
+
+
+def test_the_command_takes_the_choices_from_the_bundle(bundle: Path, checkpoint: Path) -> None:
+    result = invoke("build", checkpoint, "--check", bundle)
+    assert (result.exit_code, result.stdout) == (0, "no difference\n"), result.stderr
+    assert invoke("build", "--check", bundle).exit_code == 2  # a local model is to be named
+
+
+def test_other_weights_and_sizes_are_named(bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(checkpoint, tmp_path / "tiny")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, changed / "model.safetensors", {"format": "pt"})
+    found = differences(recipe(changed), bundle)
+    assert ("weights", "model.norm.weight") in {(x.area, x.name) for x in found}
+    result = invoke("build", checkpoint, "--check", bundle, "--max-seq", "48", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert not report["same"]
+    found = {(x["area"], x["name"]): (x["before"], x["after"]) for x in report["changes"]}
+    assert found["config", "max_seq"] == ("32", "48")
+
+
+def test_a_damaged_bundle_is_no_measure(bundle: Path, checkpoint: Path) -> None:
+    (bundle / "next_token.onnx").write_bytes(b"")
+    with pytest.raises(IntegrityError):
+        differences(recipe(checkpoint), bundle)
