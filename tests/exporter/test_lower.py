@@ -17,14 +17,12 @@ from torch import Tensor
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Program, read
 from llama_export import trace as tracing
-from llama_export.build import build
 from llama_export.lower import aoti
 from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import Place, backend
 from llama_export.lower.onnx import IR_VERSION, MIN_ONNXRUNTIME, OPSET
 from llama_export.model.llama import Llama
 from llama_export.pack import Extent
-from llama_export.recipe import Recipe
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags
 from llama_runtime.weights import map_weights
 from tests.exporter.test_trace import job
@@ -267,20 +265,3 @@ def test_an_archive_is_written_without_what_differs_from_build_to_build(tmp_path
     assert members(path) == expected
     with zipfile.ZipFile(path) as written:
         assert {item.date_time for item in written.infolist()} == {(1980, 1, 1, 0, 0, 0)}
-
-
-def test_two_builds_give_the_same_bytes(
-    tiny_checkpoint: Path, tiny_bundle: Path, tmp_path: Path
-) -> None:
-    recipe = Recipe(
-        str(tiny_checkpoint),
-        tmp_path / "again",
-        ("decode", "prefill"),
-        ("pt2", "onnx"),
-        max_seq=256,
-        batch=2,
-    )
-    again = build(recipe).folder
-    for path in again.iterdir():
-        if path.name != "manifest.json":
-            assert path.read_bytes() == (tiny_bundle / path.name).read_bytes(), path.name

@@ -28,6 +28,7 @@ from llama_export.checkpoint.source import TensorInfo
 from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
+from llama_export.lower.file_names import without_file_names
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
@@ -87,7 +88,7 @@ class AotiBackend:
             program = move_to_device_pass(program, "cuda")
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with inductor_config.patch(options), _quiet(), vector_bitcasts():
+        with inductor_config.patch(options), _quiet(), vector_bitcasts(), without_file_names():
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())

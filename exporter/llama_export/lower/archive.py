@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import subprocess
 import tempfile
@@ -10,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+NATIVE_STEM = "program"
+_HASH = re.compile(r"(?<=/)c[a-z2-7]{51}(?=\.(wrapper|kernel))")
+"""How Inductor begins the names of files: with a hash of generated source, which names folders."""
 
 
 def write_archive(path: Path, archive: io.BytesIO) -> None:
@@ -28,7 +32,7 @@ def write_archive(path: Path, archive: io.BytesIO) -> None:
                 data = _strip(data)
             if name.endswith(".data/serialization_id"):
                 data = b"0" * len(data)
-            item = zipfile.ZipInfo(name, _EPOCH)
+            item = zipfile.ZipInfo(_HASH.sub(NATIVE_STEM, name), _EPOCH)
             rewritten.writestr(item, data, zipfile.ZIP_DEFLATED, compresslevel=9)
     path.write_bytes(packed.getvalue())
 
@@ -40,5 +44,7 @@ def _strip(library: bytes) -> bytes:
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(library)
         file.flush()
-        subprocess.run([tool, "--strip-unneeded", file.name], check=True, capture_output=True)
+        # The linker's id of a build is a hash of what is stripped, too.
+        words = [tool, "--strip-unneeded", "--remove-section=.note.gnu.build-id", file.name]
+        subprocess.run(words, check=True, capture_output=True)
         return Path(file.name).read_bytes()
