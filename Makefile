@@ -22,7 +22,8 @@ test: $(VENV)/installed-dev
 test-fast: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow"
 
-# The serving entries of a real model, in pt2; LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx takes all.
+# A real model in the formats that `make test` leaves out, and its serving entries: in pt2, or in those
+# that LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx names.
 test-long: $(VENV)/installed-dev
 	$(PYTEST) -m long
 

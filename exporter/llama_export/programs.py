@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Program
 from llama_export.blueprint import Blueprint, Draft
 from llama_export.cache import ProgramCache
 from llama_export.checkpoint.layout import scaled_modules
 from llama_export.lower.backend import Lowered, Place, backend
+from llama_export.lower.failures import known_failures
 from llama_export.model.rope import inverse_frequencies
 from llama_export.trace import Job, torch_dtype
-
-MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -128,29 +122,3 @@ class Maker:
 
 def _step(draft: Draft) -> str:
     return f"{draft.label} {draft.format}"
-
-
-@contextlib.contextmanager
-def known_failures(step: str, folder: Path) -> Iterator[None]:
-    """What compilers and writers of archives raise for a full disk and the like, as one line."""
-    try:
-        yield
-    except OSError as cause:
-        name = cause.filename
-        inside = isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
-        if inside or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise  # the output folder's own error, which `staging` tells
-        raise _cannot_be_made(step, cause) from cause
-    except (RuntimeError, subprocess.SubprocessError) as cause:
-        raise _cannot_be_made(step, cause) from cause
-
-
-def _cannot_be_made(step: str, cause: Exception) -> BuildError:
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    telling = [line for line in lines if "error:" in line or "No space" in line]
-    reason = (*telling, *lines, type(cause).__name__)[0]
-    return BuildError(
-        f"cannot be made: {reason[:MAX_REASON_CHARS]}",
-        where=step,
-        hint="is there space in the output folder and in TMPDIR? LLAMA_EXPORT_DEBUG=1 tells more",
-    )

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +44,21 @@ class Bundle:
     def options(self) -> list[object]:
         entries = [word for name in self.entries for word in ("--entry", name)]
         formats = [word for name in self.formats for word in ("--format", name)]
-        return ["--dtype", self.dtype, *entries, *formats, "--max-seq", MAX_SEQ, *self.sizes]
+        sizes = ["--max-seq", MAX_SEQ, *self.sizes, "-j", 1]
+        return ["--dtype", self.dtype, *entries, *formats, *sizes]
 
 
 STATEFUL = ("prefill", "decode")
 BUNDLES = {
-    "f32": Bundle("f32", STATEFUL, ("pt2", "aoti", "onnx")),
-    "bf16": Bundle("bf16", STATEFUL, ("pt2", "aoti")),
-    "f32-forward": Bundle("f32", ("forward",), ("pt2", "onnx")),
+    "bf16": Bundle("bf16", STATEFUL, ("aoti",)),
+    "f32": Bundle("f32", (*STATEFUL, "forward"), ("pt2", "onnx")),
     "bf16-forward": Bundle("bf16", ("forward",), ("pt2",)),
 }
+LONG_BUNDLES = {
+    "f32-aoti": Bundle("f32", STATEFUL, ("aoti",)),
+    "bf16-pt2": Bundle("bf16", STATEFUL, ("pt2",)),
+}
+"""What `make test-long` has too: each dtype in the formats that are left."""
 SERVING = (
     *("prefill_slots", "prefill_packed", "step_packed", "decode_rows"),
     *("decode_paged", "prefill_paged", "step_paged"),
@@ -128,19 +133,28 @@ def serving_bundle(
 
 
 @pytest.fixture(scope="session")
+def bundle_named(
+    smollm2_bundles: dict[str, Path], smollm2_gguf: Path, bundles_folder: Path
+) -> Callable[[str], Path]:
+    """Any bundle by name; the long ones are built when they are first asked for."""
+
+    def find(name: str) -> Path:
+        if name in smollm2_bundles:
+            return smollm2_bundles[name]
+        return build(smollm2_gguf, bundles_folder / name, LONG_BUNDLES[name])
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def smollm2_f32(smollm2_bundles: dict[str, Path]) -> Path:
-    """Float32: prefill and decode in every format."""
+    """Float32: prefill, decode and forward in pt2 and onnx."""
     return smollm2_bundles["f32"]
 
 
 @pytest.fixture(scope="session")
-def smollm2_f32_forward(smollm2_bundles: dict[str, Path]) -> Path:
-    return smollm2_bundles["f32-forward"]
-
-
-@pytest.fixture(scope="session")
 def smollm2_bf16(smollm2_bundles: dict[str, Path]) -> Path:
-    """bfloat16: prefill and decode in pt2 and aoti."""
+    """bfloat16: prefill and decode in aoti."""
     return smollm2_bundles["bf16"]
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 import safetensors.torch
 import torch
@@ -24,6 +25,7 @@ from llama_artifacts import manifest as manifests
 from llama_artifacts.safetensors import read_header
 from llama_export.model.llama import RMSNorm
 from llama_export.model.rope import rotations
+from tests.end_to_end.conftest import BUNDLES
 from tests.end_to_end.oracle import NUM_PARAMETERS, Oracle, load_tokenizer
 from tests.end_to_end.texts import KNOWN_IDS, TEXT
 
@@ -37,6 +39,10 @@ MIB = 2**20
 NUM_TOKENS = 256
 MAX_NEW = 64
 QUESTION = "Why is the sky blue?"
+
+
+F32 = [("f32", "pt2"), ("f32", "onnx"), pytest.param("f32-aoti", "aoti", marks=pytest.mark.long)]
+BF16 = [("bf16", "aoti"), pytest.param("bf16-pt2", "pt2", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -133,26 +139,27 @@ def test_chat_equals_that_of_transformers(
 
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_f32_forward_logits(
-    smollm2_f32_forward: Path,
-    format: manifests.Format,
-    text_tokens: list[int],
-    logits_f32: torch.Tensor,
-) -> None:
-    forward = llama_runtime.load(smollm2_f32_forward, format=format).entry("forward")
-    difference = float((forward(tokens=[text_tokens])[0] - logits_f32).abs().max())
-    _LOG.info("largest difference %.2e", difference)
-    assert difference <= 2e-4
-
-
-@pytest.mark.parametrize("format", ["pt2", "aoti", "onnx"])
-def test_f32_session_logits(
     smollm2_f32: Path,
     format: manifests.Format,
     text_tokens: list[int],
     logits_f32: torch.Tensor,
 ) -> None:
+    forward = llama_runtime.load(smollm2_f32, format=format).entry("forward")
+    difference = float((forward(tokens=[text_tokens])[0] - logits_f32).abs().max())
+    _LOG.info("largest difference %.2e", difference)
+    assert difference <= 2e-4
+
+
+@pytest.mark.parametrize(("name", "format"), F32)
+def test_f32_session_logits(
+    bundle_named: Callable[[str], Path],
+    name: str,
+    format: manifests.Format,
+    text_tokens: list[int],
+    logits_f32: torch.Tensor,
+) -> None:
     """A prompt in two chunks, then token by token."""
-    session = llama_runtime.load(smollm2_f32, format=format).session()
+    session = llama_runtime.load(bundle_named(name), format=format).session()
     rows = [session.prefill(text_tokens[:100]), session.prefill(text_tokens[100:240])]
     rows += [session.decode(token) for token in text_tokens[240:]]
     difference = float((torch.cat(rows) - logits_f32[[99, *range(239, NUM_TOKENS)]]).abs().max())
@@ -160,13 +167,16 @@ def test_f32_session_logits(
     assert difference <= 2e-4
 
 
-@pytest.mark.parametrize("format", ["pt2", "aoti", "onnx"])
+@pytest.mark.parametrize(("name", "format"), F32)
 def test_f32_greedy_tokens(
-    smollm2_f32: Path, format: manifests.Format, greedy_tokens: tuple[list[int], list[int]]
+    bundle_named: Callable[[str], Path],
+    name: str,
+    format: manifests.Format,
+    greedy_tokens: tuple[list[int], list[int]],
 ) -> None:
     prompt, expected = greedy_tokens
     assert len(expected) == MAX_NEW
-    bundle = llama_runtime.load(smollm2_f32, format=format)
+    bundle = llama_runtime.load(bundle_named(name), format=format)
     generation = bundle.generate(QUESTION, max_new=MAX_NEW)
     text = "".join(generation)
     assert generation.prompt_tokens == prompt
@@ -177,7 +187,7 @@ def test_f32_greedy_tokens(
 def test_f32_answer_ends_where_that_of_transformers_does(
     smollm2_f32: Path, oracle_f32: Oracle
 ) -> None:
-    bundle = llama_runtime.load(smollm2_f32)
+    bundle = llama_runtime.load(smollm2_f32, format="onnx")
     generation = bundle.generate("Hi", max_new=MAX_NEW)
     text = "".join(generation)
     [*expected, last] = oracle_f32.greedy(generation.prompt_tokens, max_new=MAX_NEW)
@@ -225,9 +235,10 @@ def test_bf16_forward(
     assert _rms(forward_bf16 - logits_f32) < 1.2 * _rms(logits_bf16 - logits_f32)
 
 
-@pytest.mark.parametrize("format", ["pt2", "aoti"])
+@pytest.mark.parametrize(("name", "format"), BF16)
 def test_bf16_prefill_and_decode(
-    smollm2_bf16: Path,
+    bundle_named: Callable[[str], Path],
+    name: str,
     format: manifests.Format,
     text_tokens: list[int],
     forward_bf16: torch.Tensor,
@@ -236,7 +247,7 @@ def test_bf16_prefill_and_decode(
     clear_positions: torch.Tensor,
 ) -> None:
     """A prompt in two chunks, then token by token."""
-    session = llama_runtime.load(smollm2_bf16, format=format).session()
+    session = llama_runtime.load(bundle_named(name), format=format).session()
     rows = [session.prefill(text_tokens[:32]), session.prefill(text_tokens[32:64])]
     rows += [session.decode(token) for token in text_tokens[64:]]
     actual = torch.cat(rows).float()
@@ -259,7 +270,7 @@ def _rms(x: torch.Tensor) -> float:
 # One copy of the weights: on disk, in the ONNX programs, and in memory.
 
 
-@pytest.mark.parametrize("name", ["f32", "f32-forward", "bf16", "bf16-forward"])
+@pytest.mark.parametrize("name", BUNDLES)
 def test_bundle_holds_the_weights_once(smollm2_bundles: dict[str, Path], name: str) -> None:
     folder = smollm2_bundles[name]
     manifest = manifests.read(folder)
@@ -269,13 +280,9 @@ def test_bundle_holds_the_weights_once(smollm2_bundles: dict[str, Path], name: s
     assert all((folder / p.file).stat().st_size < 2 * MIB for p in manifest.programs)
 
 
-@pytest.mark.parametrize(("name", "entry"), [("f32", "decode"), ("f32-forward", "forward")])
-def test_onnx_initializers_lie_in_the_weights_file(
-    smollm2_bundles: dict[str, Path], name: str, entry: str
-) -> None:
-    folder = smollm2_bundles[name]
-    import onnx
-
+@pytest.mark.parametrize("entry", ["decode", "forward"])
+def test_onnx_initializers_lie_in_the_weights_file(smollm2_f32: Path, entry: str) -> None:
+    folder = smollm2_f32
     model = onnx.load(folder / f"{entry}.onnx", load_external_data=False)
     tensors = read_header(folder / "weights.safetensors").tensors
     outside = [x for x in model.graph.initializer if x.data_location == x.EXTERNAL]
@@ -312,12 +319,12 @@ print(json.dumps(figures))
 """
 
 
-@pytest.mark.parametrize("name", ["f32", "bf16"])
+@pytest.mark.parametrize("name", ["bf16", pytest.param("f32-aoti", marks=pytest.mark.long)])
 def test_two_entries_hold_the_weights_once_in_memory(
-    smollm2_bundles: dict[str, Path],
+    bundle_named: Callable[[str], Path],
     name: str,
 ) -> None:
-    folder = smollm2_bundles[name]
+    folder = bundle_named(name)
     command = [sys.executable, "-c", MEASURE, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (before, _), (one, _), (two, most) = json.loads(done.stdout)
@@ -333,10 +340,10 @@ def test_two_entries_hold_the_weights_once_in_memory(
 # The command line, as the demo uses it.
 
 
-def test_run_prints_the_text_of_the_api(cli: CLI, smollm2_f32: Path) -> None:
-    done = cli("run", smollm2_f32, "-p", QUESTION, "--max-new", 24)
+def test_run_prints_the_text_of_the_api(cli: CLI, smollm2_bf16: Path) -> None:
+    done = cli("run", smollm2_bf16, "-p", QUESTION, "--max-new", 24)
     assert (done.returncode, done.stderr) == (0, "")
-    generation = llama_runtime.load(smollm2_f32).generate(QUESTION, max_new=24)
+    generation = llama_runtime.load(smollm2_bf16).generate(QUESTION, max_new=24)
     text = "".join(generation)
     assert len(generation.tokens) == 24
     assert done.stdout == f"{text}\n"
@@ -365,15 +372,25 @@ def test_run_streams(smollm2_bf16: Path) -> None:
 def test_inspect_lists_every_program(cli: CLI, smollm2_f32: Path) -> None:
     done = cli("inspect", smollm2_f32, "--json")
     programs = json.loads(done.stdout)["programs"]
-    expected = {(e, f) for e in ("prefill", "decode") for f in ("pt2", "aoti", "onnx")}
+    expected = {(e, f) for e in ("prefill", "decode", "forward") for f in ("pt2", "onnx")}
     assert {(program["entry"], program["format"]) for program in programs} == expected
     assert {program["dtype"] for program in programs} == {"f32"}
 
 
-@pytest.mark.parametrize("name", ["f32", "f32-forward", "bf16", "bf16-forward"])
-def test_verify_passes(cli: CLI, smollm2_bundles: dict[str, Path], name: str) -> None:
-    folder = smollm2_bundles[name]
-    done = cli("verify", folder, "--json")
+@pytest.mark.parametrize(
+    ("name", "laws"),
+    [
+        ("bf16", ()),
+        ("f32", ("--law", "parity", "--law", "formats")),
+        pytest.param("f32-aoti", (), marks=pytest.mark.long),
+        pytest.param("bf16-pt2", (), marks=pytest.mark.long),
+    ],
+)
+def test_verify_passes(
+    cli: CLI, bundle_named: Callable[[str], Path], name: str, laws: tuple[str, ...]
+) -> None:
+    folder = bundle_named(name)
+    done = cli("verify", folder, *laws, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]

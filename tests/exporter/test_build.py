@@ -332,7 +332,7 @@ def test_the_result_says_what_lies_in_the_folder(recipe: Recipe) -> None:
     files = {path.name: path.stat().st_size for path in result.folder.iterdir()}
     assert result.bundle_bytes == sum(files.values())
     assert result.weights_bytes == files["weights.safetensors"]
-    assert [(p.entry, p.format, p.bytes) for p in result.programs] == [
+    assert [(made.label, made.program.format, made.bytes) for made in result.programs] == [
         ("decode", "pt2", files["decode.pt2"])
     ]
     assert set(manifest.files) | {"manifest.json"} == set(files)
@@ -479,7 +479,7 @@ def test_files_of_text_are_used_before_anything_is_compiled(
     def never(*args: object, **options: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("llama_export.build._lower", never)
+    monkeypatch.setattr("llama_export.build.make_all", never)
     folder = write_tiny(tmp_path / "tiny")
     (folder / name).write_text(content)
     with pytest.raises(TokenizerError) as caught:

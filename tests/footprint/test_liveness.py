@@ -135,6 +135,7 @@ def compare(entry: str, num_layers: int) -> None:
     assert forecast == pytest.approx(measured(job, call), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_peak_is_that_of_the_running_program(entry: str) -> None:
     compare(entry, 1)

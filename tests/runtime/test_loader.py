@@ -404,7 +404,7 @@ def test_other_odd_choices(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 def test_a_bundle_without_weights(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_bundle, tmp_path / "b", weights="none")
+    folder = copied(tiny_bundle, tmp_path / "b", weights="none", weights_headers={})
     with pytest.raises(CompatibilityError, match="programs without weights"):
         llama_runtime.load(folder)
 
