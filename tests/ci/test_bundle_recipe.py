@@ -90,7 +90,7 @@ def test_every_step_and_variable_of_the_action_is_known_to_the_script() -> None:
 def test_every_command_of_the_script_exists() -> None:
     called = set(re.findall(r"llama-export ([a-z-]+) ", SCRIPT.read_text()))
     assert called == {"build", "export-config", "verify", "pull", "diff", "sign", "sbom", "push"}
-    assert called - {"diff"} <= set(COMMANDS)
+    assert called <= set(COMMANDS)
 
 
 def test_outputs_come_from_steps_that_set_them() -> None:
@@ -235,7 +235,9 @@ def test_wrong_use_is_one_line(pipeline: Pipeline, steps: tuple[str, ...]) -> No
 
 
 @pytest.mark.slow
-def test_from_a_checkpoint_to_the_hub(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_from_a_checkpoint_to_the_hub(
+    tiny_checkpoint: Path, short_bundle: Path, tmp_path: Path
+) -> None:
     command = f'#!/bin/sh\nexec "{sys.executable}" -m llama_export "$@"\n'
     pipeline = with_command(tmp_path, command)
     pair = write_pair(tmp_path / "keys")
@@ -245,6 +247,7 @@ def test_from_a_checkpoint_to_the_hub(tiny_checkpoint: Path, tmp_path: Path) -> 
             MODEL=str(tiny_checkpoint),
             BUILD_OPTIONS="--entry decode --format pt2 --max-seq 16",
             VERIFY_OPTIONS="--law layout",
+            PREVIOUS=str(short_bundle),
             SIGNING_KEY=pair.private.read_text(),
             PUBLIC_KEY=str(pair.public),
             REPOSITORY="me/tiny",
@@ -253,6 +256,7 @@ def test_from_a_checkpoint_to_the_hub(tiny_checkpoint: Path, tmp_path: Path) -> 
         )
         assert done.returncode == 0, done.stderr
         files = hub.files("me/tiny")
+    assert "prefill pt2 cpu" in done.stdout  # what the last release had
     check_whole(tmp_path / "my bundle")
     open_signed(tmp_path / "my bundle", PublicKey(pair.public))
     assert {"manifest.json", "model.sig", "decode.pt2", "weights.safetensors"} <= set(files)

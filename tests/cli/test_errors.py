@@ -15,7 +15,7 @@ from tests.cli.synthetic import write_bundle
     ("words", "message", "hint"),
     [
         (["biuld"], "unknown command `biuld`", "did you mean `build`?"),
-        (["xyzzy"], "unknown command `xyzzy`", "commands: build, cache, diff, entries"),
+        (["xyzzy"], "unknown command `xyzzy`", "commands: build, entries, cache"),
         (["build"], "missing argument", "see `llama-export build --help`"),
         (["build", "m", "--max-sq", "9"], "--max-seq", "see `llama-export build --help`"),
         (["build", "m", "--format", "pt3"], "'pt2', 'aoti', 'onnx'", "--help"),

@@ -76,7 +76,7 @@ def test_no_command_shows_the_help_on_stderr_and_is_wrong_usage() -> None:
     result = invoke()
     assert result.exit_code == 2
     assert not result.stdout
-    assert "Commands:" in result.stderr
+    assert "Build:" in result.stderr
 
 
 def test_shell_completion_knows_the_commands() -> None:

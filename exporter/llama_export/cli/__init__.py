@@ -12,30 +12,44 @@ from typing import Any
 
 import click
 
+from llama_artifacts.places import CACHE_VARIABLE
 from llama_export.cli import errors, output, signals
 from llama_export.cli.options import CONTEXT, write_examples
 
 PROGRAM = "llama-export"
 
-COMMANDS = {
-    "build": "Build a bundle from a checkpoint.",
-    "cache": "List or remove programs that earlier builds made.",
-    "diff": "Show what changed between two bundles.",
-    "entries": "List the entries that can be built.",
-    "export-config": "Write down how a bundle was built, for a rerun.",
-    "fit": "Find the largest batch or context that fits.",
-    "inspect": "Show what a bundle holds.",
-    "memory": "Tell how much memory a call needs.",
-    "perplexity": "Measure how well bundles predict a text.",
-    "pull": "Get a bundle from the Hugging Face hub.",
-    "push": "Put a bundle on the Hugging Face hub.",
-    "report": "Write a page that shows a bundle.",
-    "run": "Generate text or tokens from a bundle.",
-    "sbom": "Write a bundle's bill of materials.",
-    "sign": "Sign a bundle.",
-    "triton": "Write a model repository for the Triton Inference Server.",
-    "verify": "Check that a bundle computes what it must.",
+SECTIONS: dict[str, dict[str, str]] = {
+    "Build": {
+        "build": "Build a bundle from a checkpoint.",
+        "entries": "List the entries that can be built.",
+        "cache": "List or remove programs that earlier builds made.",
+        "export-config": "Write down how a bundle was built, for a rerun.",
+    },
+    "Use": {
+        "run": "Generate text or tokens from a bundle.",
+        "triton": "Write a model repository for the Triton Inference Server.",
+    },
+    "Understand": {
+        "inspect": "Show what a bundle holds.",
+        "report": "Write a page that shows a bundle.",
+        "diff": "Show what changed between two bundles.",
+        "memory": "Tell how much memory a call needs.",
+        "fit": "Find the largest batch or context that fits.",
+    },
+    "Prove": {
+        "verify": "Check that a bundle computes what it must.",
+        "perplexity": "Measure how well bundles predict a text.",
+    },
+    "Ship": {
+        "sign": "Sign a bundle.",
+        "sbom": "Write a bundle's bill of materials.",
+        "push": "Put a bundle on the Hugging Face hub.",
+        "pull": "Get a bundle from the Hugging Face hub.",
+    },
 }
+"""The commands as the help groups them."""
+
+COMMANDS = {name: text for section in SECTIONS.values() for name, text in section.items()}
 """Each command's name, which is its module's too (`_` for `-`), and the first line of its help."""
 
 _EXAMPLES = (
@@ -52,6 +66,7 @@ _EXIT_STATUS = (
 _ENVIRONMENT = (
     ("NO_COLOR", "Set to anything: no colours."),
     (errors.DEBUG_VARIABLE, "Set to 1: known failures show their traceback, too."),
+    (CACHE_VARIABLE, "The folder for programs and digests that are kept between commands."),
 )
 
 
@@ -79,8 +94,9 @@ class CommandLine(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()), col_max=18)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_examples(formatter, _EXAMPLES)
