@@ -39,7 +39,8 @@ class TokenStream:
         self.prompt_tokens: list[int] = session.checked(prompt)[0].tolist()
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._steps = self._generate(session, max_new, Sampler(params), frozenset(stop_tokens))
+        sampler = Sampler(params, self.prompt_tokens)
+        self._steps = self._generate(session, max_new, sampler, frozenset(stop_tokens))
 
     def __iter__(self) -> Iterator[int]:
         return self._steps

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_artifacts.errors import InputError
-from llama_runtime.sampling import Sampler, SamplingParams
+from llama_runtime.sampling import Chooser, Sampler, SamplingParams
 
 NEG_INF = float("-inf")
 
@@ -146,7 +146,7 @@ def test_an_impossible_token_is_never_drawn(
 def test_the_ends_of_the_draw_reach_no_impossible_token(
     uniform: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sampler, "_uniform", lambda self, row: uniform.double())
+    monkeypatch.setattr(Chooser, "_uniform", lambda self: uniform.double())
     logits = torch.tensor([NEG_INF, 0.0, 0.0, NEG_INF])
     assert draw(logits, 1) == [1 if uniform == 0 else 2]
 
