@@ -32,6 +32,7 @@ COMMANDS = {
     "report": "Write a page that shows a bundle.",
     "run": "Generate text or tokens from a bundle.",
     "sbom": "Write a bundle's bill of materials.",
+    "serve": "Serve a bundle over HTTP, with the API of OpenAI.",
     "sign": "Sign a bundle.",
     "triton": "Write a model repository for the Triton Inference Server.",
     "verify": "Check that a bundle computes what it must.",
