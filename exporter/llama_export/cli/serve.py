@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from llama_export.cli.options import (
 )
 
 KEY_VARIABLE = "LLAMA_EXPORT_API_KEY"
+ASK = (
+    "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'"
+    ' -d \'{"model": "serving", "messages": [{"role": "user", "content": "Hello!"}]}\''
+)
 EXAMPLES = (
     ("On this machine alone:", "llama-export serve serving"),
     (
         "Ask it:",
-        "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'"
-        ' -d \'{"model": "serving", "messages": [{"role": "user", "content": "Hello!"}]}\'',
+        ASK,
     ),
     (
         "For others, with a key and twice the rows:",
@@ -187,33 +191,32 @@ def command(
     """
     if api_key == "":
         raise click.UsageError("expected a key after `--api-key`, got none")
-    with needs("serve"), output.waiting("loading"):
-        import llama_runtime
-        from llama_runtime.engine import Engine
+    with needs("serve"):
         from llama_runtime.server.app import Limits
-        from llama_runtime.server.run import Address, listen, make_app, num_rows, run, url
+        from llama_runtime.server.run import Address, bind, make_app, num_rows, run, url
 
-        loaded = llama_runtime.load(
-            bundle,
-            device=device,
-            format=format,
-            threads=threads,
-            allow_native=not no_native,
-            weights_dir=weights_dir,
-            require_signature=require_signature,
-        )
-        engine = Engine(loaded, rows=rows, **batch)
-        limits = Limits(num_rows(loaded, rows), max_queue, max_body * MEBIBYTE, api_key)
-        app, worker = make_app(loaded, engine, limits)
-        sock = listen(Address(host, port))
-    if api_key is None and not _is_loopback(sock.getsockname()[0]):
-        output.tell(f"note: {host} is open to other machines, and no --api-key is asked for")
+    with contextlib.closing(bind(Address(host, port))) as sock:
+        with output.waiting("loading"):
+            import llama_runtime
+            from llama_runtime.engine import Engine
 
-    def tell() -> None:
-        output.tell(f"serving {loaded.manifest.name} at {url(sock)}")
-
-    with signals.left_to_command():
-        run(app, worker, sock, grace_s=grace, at_start=tell)
+            loaded = llama_runtime.load(
+                bundle,
+                device=device,
+                format=format,
+                threads=threads,
+                allow_native=not no_native,
+                weights_dir=weights_dir,
+                require_signature=require_signature,
+            )
+            engine = Engine(loaded, rows=rows, **batch)
+            limits = Limits(num_rows(loaded, rows), max_queue, max_body * MEBIBYTE, api_key)
+            app, worker = make_app(loaded, engine, limits)
+        if api_key is None and not _is_loopback(sock.getsockname()[0]):
+            output.tell(f"note: {host} is open to other machines, and no --api-key is asked for")
+        text = f"serving {loaded.manifest.name} at {url(sock)}"
+        with signals.left_to_command():
+            run(app, worker, sock, grace_s=grace, at_start=lambda: output.tell(text))
 
 
 def _is_loopback(address: str) -> bool:

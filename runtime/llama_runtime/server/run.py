@@ -20,7 +20,6 @@ from llama_runtime.server.worker import Worker
 
 PAGED = ("prefill_paged", "decode_paged", "step_paged")
 _AFTER_GRACE_SECONDS = 5.0  # for the answers that say so to leave the machine
-_BACKLOG = 2048
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ def make_app(bundle: LoadedBundle, engine: Engine, limits: Limits) -> tuple[Fast
     return create_app(served, worker, limits), worker
 
 
-def listen(address: Address) -> socket.socket:
-    """A listening socket.
+def bind(address: Address) -> socket.socket:
+    """A socket at the address; connections are refused until `run` listens.
 
     Raises:
         InputError: the address is not one of this machine's, or is in use.
@@ -68,19 +67,24 @@ def listen(address: Address) -> socket.socket:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(found[0], found[1])
+    except OSError as cause:
+        raise _cannot_listen(place, cause) from cause
+    try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(found[4])
-        sock.listen(_BACKLOG)
     except OSError as cause:
-        hint = "choose another --host or --port"
-        raise InputError(
-            f"cannot listen: {cause.strerror or cause}", where=place, hint=hint
-        ) from cause
+        sock.close()
+        raise _cannot_listen(place, cause) from cause
     return sock
 
 
+def _cannot_listen(place: str, cause: OSError) -> InputError:
+    message = f"cannot listen: {cause.strerror or cause}"
+    return InputError(message, where=place, hint="choose another --host or --port")
+
+
 def url(sock: socket.socket) -> str:
-    """The address of a listening socket for a browser on this machine."""
+    """The address of such a socket for a browser on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -99,7 +103,7 @@ def run(
     Args:
         app: the application.
         worker: its worker.
-        sock: a listening socket.
+        sock: one of `bind`.
         grace_s: seconds that open requests get to end by themselves, after which they fail.
         at_start: called when requests are accepted.
     """

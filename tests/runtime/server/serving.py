@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from llama_runtime.server.app import Limits, create_app
 from llama_runtime.server.jobs import Served
-from llama_runtime.server.run import Address, Server, listen, url
+from llama_runtime.server.run import Address, Server, bind, url
 from llama_runtime.server.worker import Worker
 from llama_runtime.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def running(app: FastAPI, worker: Worker, *, grace_s: float = 5.0) -> Iterator[Running]:
     """Runs the application; at the end it must have shut down in order."""
     ready = threading.Event()
-    with listen(Address("127.0.0.1", 0)) as sock:
+    with bind(Address("127.0.0.1", 0)) as sock:
         server = Server(app, worker, grace_s=grace_s, at_start=ready.set)
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()

@@ -419,7 +419,9 @@ def test_a_template_cannot_leave_its_sandbox(own_engine: FakeEngine, tokenizer: 
     assert status == 400
 
 
-def test_without_a_tokenizer_ids_go_in_and_out(own_engine: FakeEngine, tokenizer: Tokenizer) -> None:
+def test_without_a_tokenizer_ids_go_in_and_out(
+    own_engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
     said = Script(tokenizer).said
     with serve_fake(own_engine, None) as api:
         body: Any = {"model": MODEL, "prompt": [5, 6], "max_tokens": 3, "logprobs": 0}
