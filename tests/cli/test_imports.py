@@ -38,6 +38,7 @@ main()
         ["diff", "--help"],
         ["sign", "--help"],
         ["report", "--help"],
+        ["serve", "--help"],
         ["triton", "--help"],
         ["entries"],
         ["inspect"],

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Use": {
         "run": "Generate text or tokens from a bundle.",
+        "serve": "Serve a bundle over HTTP, with the API of OpenAI.",
         "triton": "Write a model repository for the Triton Inference Server.",
     },
     "Understand": {

@@ -48,6 +48,16 @@ def handled() -> Iterator[None]:
             _end(received[0])
 
 
+@contextlib.contextmanager
+def left_to_command() -> Iterator[None]:
+    """Lets a command with handlers of its own take its time to end; to be used within `handled`."""
+    watched = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(watched)
+
+
 def _start_watch() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
