@@ -195,6 +195,13 @@ def _token_ids(
     show_default=False,
     help="Refuse compiled programs (aoti): they are code, and run with your rights.",
 )
+@option(
+    "--no-cuda-graphs",
+    group=PROGRAM,
+    is_flag=True,
+    show_default=False,
+    help="On a GPU, launch every step anew instead of replaying a captured graph.",
+)
 @weights_dir_option
 @option(
     "--require-signature",
@@ -223,6 +230,7 @@ def command(
     device: str,
     threads: int | None,
     no_native: bool,
+    no_cuda_graphs: bool,
     weights_dir: Path | None,
     require_signature: Path | None,
     stats: bool,
@@ -251,6 +259,7 @@ def command(
             allow_native=not no_native,
             weights_dir=weights_dir,
             require_signature=require_signature,
+            cuda_graphs=False if no_cuda_graphs else None,
         )
         # The programs are loaded here, too; the model's first step comes with the first piece.
         stream: Any
