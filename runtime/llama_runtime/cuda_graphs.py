@@ -159,6 +159,11 @@ class CudaGraphs:
         # Graphs share memory, so they run one after the other.
         self._lock = threading.Lock()
 
+    @property
+    def num_graphs(self) -> int:
+        """How many are kept."""
+        return sum(map(len, self._sets.values()))
+
     def load(self, loading: Loading) -> Program:
         """A program whose calls are captured and replayed where they can be.
 
