@@ -11,6 +11,8 @@ import torch
 from llama_artifacts.errors import InputError, IntegrityError
 from llama_artifacts.manifest import Program as ProgramRecord
 from llama_artifacts.signature import Signature, check_values, resolve
+from llama_runtime.buckets import calls_of_padding
+from llama_runtime.cuda_graphs import GraphProgram
 from llama_runtime.programs.base import Program
 from llama_runtime.states import States, as_tensor, check_tensor, torch_dtype
 
@@ -122,6 +124,29 @@ class Entry:
         outputs = self._fitting(sizes).run(flat, flat_states, sizes)
         self._check_outputs(outputs, sizes)
         return outputs
+
+    def capture(self, states: Mapping[str, torch.Tensor] | None = None, /, **largest: int) -> int:
+        """Captures a CUDA graph for every bucket up to these sizes, the largest first.
+
+        Calls capture their buckets themselves; this takes that time before the first of them, and
+        lets the largest graph lay out the memory that all share. Writes nothing but scratch.
+
+        Args:
+            states: those of the calls to come.
+            largest: the largest sizes, such as `Rows=16, Pages=32`.
+
+        Returns:
+            How many buckets there are; 0 where calls run eagerly.
+
+        Raises:
+            InputError: the entry has no padding, such as `decode`, or a size is out of range.
+        """
+        calls = calls_of_padding(self.name, self.signature, largest)
+        if not isinstance(self._program, GraphProgram):
+            return 0
+        for inputs in calls:
+            self.run(states, inputs)
+        return len(calls)
 
     def _fitting(self, sizes: Mapping[str, int]) -> Program:
         for variant in self._variants:

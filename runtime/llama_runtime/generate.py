@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Literal
+
+import torch
 
 from llama_artifacts.errors import InputError
 from llama_runtime.sampling import Sampler, SamplingParams
@@ -39,6 +42,8 @@ class TokenStream:
         self.prompt_tokens: list[int] = session.checked(prompt)[0].tolist()
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self._session = session
+        self._rest = self.prompt_tokens
         sampler = Sampler(params, self.prompt_tokens)
         self._steps = self._generate(session, max_new, sampler, frozenset(stop_tokens))
 
@@ -48,10 +53,39 @@ class TokenStream:
     def __next__(self) -> int:
         return next(self._steps)
 
+    def resume(self, path: str | os.PathLike[str]) -> int:
+        """Takes the beginning of the prompt from a file that `Session.save` wrote.
+
+        To be called before the first token. As many tokens are taken as the prompt and the saved
+        conversation have in common; at least the prompt's last one is fed.
+
+        Returns:
+            How many were taken.
+
+        Raises:
+            IntegrityError, CompatibilityError: as `Session.restore`.
+        """
+        self._session.restore(path)
+        saved, last = self._session.tokens, len(self.prompt_tokens) - 1
+        prompt = torch.tensor(self.prompt_tokens)
+        length = min(saved.shape[1], last)
+        is_same = (saved[:, :length] == prompt[:length]).all(0)
+        num_taken = int(is_same.cumprod(0).sum())
+        self._session.rewind(num_taken)
+        self._rest = self.prompt_tokens[num_taken:]
+        return num_taken
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the conversation so far, prompt and new tokens, as `Session.save`.
+
+        The last new token, which no step has read yet, is not in it.
+        """
+        self._session.save(path)
+
     def _generate(
         self, session: Session, max_new: int, sampler: Sampler, stops: frozenset[int]
     ) -> Iterator[int]:
-        logits = session.prefill(self.prompt_tokens)
+        logits = session.prefill(self._rest)
         while True:
             token = sampler.sample(logits[:1])[0]
             if token in stops:
@@ -92,6 +126,14 @@ class Generation:
     @property
     def finish_reason(self) -> FinishReason | None:
         return "stop" if self._is_stopped else self._stream.finish_reason
+
+    def resume(self, path: str | os.PathLike[str]) -> int:
+        """As of `TokenStream`."""
+        return self._stream.resume(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As of `TokenStream`."""
+        self._stream.save(path)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces

@@ -23,6 +23,7 @@ from llama_artifacts.manifest import (
     Program,
 )
 from llama_runtime import compat
+from llama_runtime.cuda_graphs import CudaGraphs, graphs_for
 from llama_runtime.entry import Entry, Variant
 from llama_runtime.generate import Generation, TokenStream
 from llama_runtime.places import find_weights
@@ -51,6 +52,7 @@ def load(
     allow_native: bool = True,
     weights_dir: str | os.PathLike[str] | None = None,
     require_signature: str | os.PathLike[str] | None = None,
+    cuda_graphs: bool | None = None,
 ) -> LoadedBundle:
     """Opens a bundle. Programs are loaded when they are first asked for.
 
@@ -67,6 +69,7 @@ def load(
         require_signature: a public key (PEM file) by which the bundle must be signed, every file
             as it was signed. It is checked before anything of the bundle is mapped or loaded;
             `llama_artifacts.signing.open_signed` says what holds after that.
+        cuda_graphs: see `llama_runtime.cuda_graphs.graphs_for`.
 
     Raises:
         SignatureError: the bundle is not signed so.
@@ -90,7 +93,8 @@ def load(
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise InputError(f"expected at least 1, got {threads!r}", where="threads")
         torch.set_num_threads(threads)
-    return LoadedBundle(bundle, places, place, format, threads, allow_native)
+    graphs = graphs_for(place, cuda_graphs)
+    return LoadedBundle(bundle, places, place, format, threads, allow_native, graphs)
 
 
 class LoadedBundle:
@@ -107,6 +111,7 @@ class LoadedBundle:
         format: Format | None,
         threads: int | None,
         allow_native: bool,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         self._bundle = bundle
         self._places = places
@@ -114,6 +119,7 @@ class LoadedBundle:
         self._format = format
         self._threads = threads
         self._allow_native = allow_native
+        self._graphs = graphs
         self._entries: dict[str, Entry] = {}
         self._weights: dict[str, torch.Tensor] | None = None
         self._lock = threading.RLock()
@@ -215,7 +221,7 @@ class LoadedBundle:
             return Entry(program, self._load(program), self._device)
 
     def _load(self, record: Program) -> LoadedProgram:
-        return load_program(self._loading(record))
+        return (self._graphs.load if self._graphs else load_program)(self._loading(record))
 
     def _loading(self, program: Program) -> Loading:
         """What the program is loaded with, its digest checked."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llama_artifacts.errors import InputError, SessionError
 from llama_artifacts.signature import TensorSpec, check_values
+from llama_runtime import snapshot
 from llama_runtime.entry import Entry
 from llama_runtime.states import as_tensor
 
@@ -42,6 +45,8 @@ class Session:
             )
         if self._prefill and self._decode:
             _check_same_states(self._prefill, self._decode)
+        self._bundle = bundle
+        self._entry = entry
         self._tokens, pos = _inputs(entry)
         self._states = entry.new_states()
         self._rows = bundle.manifest.batch
@@ -50,6 +55,13 @@ class Session:
         if pos.values is not None:
             self.capacity = min(self.capacity, pos.values.max + 1)
         self.position = 0
+        self._fed: list[torch.Tensor] = []
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The ids that were fed, int32 [Batch, position]."""
+        empty = torch.zeros(self._rows, 0, dtype=torch.int32)
+        return torch.cat([empty, *self._fed], 1)[:, : self.position]
 
     def prefill(self, tokens: Tokens) -> torch.Tensor:
         """Feeds any number of tokens, in chunks where they are many.
@@ -74,10 +86,7 @@ class Session:
 
     def checked(self, tokens: Tokens) -> torch.Tensor:
         """The tokens [Batch, S] that `prefill` would feed; raises what it would raise."""
-        if self._is_broken:
-            raise SessionError(
-                "an earlier call failed in the middle of a step", hint="call reset()"
-            )
+        self._check_whole()
         rows = self._as_rows(tokens)
         num_tokens = rows.shape[1]
         if self.position + num_tokens > self.capacity:
@@ -94,7 +103,73 @@ class Session:
     def reset(self) -> None:
         """Back to position 0, also after a failure. Old contents are never read again."""
         self.position = 0
+        self._fed = []
         self._is_broken = False
+
+    def rewind(self, position: int) -> None:
+        """Back to an earlier position: what was fed from there on is forgotten.
+
+        Raises:
+            InputError: the session has not come so far.
+            SessionError: an earlier call failed; `reset` first.
+        """
+        self._check_whole()
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise InputError(f"expected a number, got {position!r:.60}", where="position")
+        if not 0 <= position <= self.position:
+            raise InputError(f"expected 0 to {self.position}, got {position}", where="position")
+        self._fed = [self.tokens[:, :position]]
+        self.position = position
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the states up to the position, and the tokens, to a file that `restore` reads.
+
+        The file, safetensors, is written whole or not at all; one that is there is replaced.
+
+        Raises:
+            SessionError: nothing was fed yet, an earlier call failed, or the file cannot be
+                written.
+        """
+        self._check_whole()
+        if self.position == 0:
+            raise SessionError("expected a session with tokens, got none", hint="feed some first")
+        used = {name: t[:, :, : self.position].cpu() for name, t in self._states.items()}
+        snapshot.write(Path(path), snapshot.Snapshot(self.tokens, used), self._digest())
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Goes on where a saved session was, whatever this one was fed, also after a failure.
+
+        Any bundle over the same weights files takes it, in any format, on any device and with any
+        capacity that is large enough; the same program then gives the same logits bit for bit. A
+        file that is refused changes nothing.
+
+        Raises:
+            IntegrityError: the file is no snapshot, or a damaged one.
+            CompatibilityError: it was saved with other weights, another dtype or batch, or is
+                longer than the capacity.
+        """
+        found = snapshot.read(
+            Path(path),
+            self._digest(),
+            signature=self._entry.signature,
+            tokens=self._tokens,
+            capacity=self.capacity,
+        )
+        self._is_broken = True  # until all is there
+        self.position = found.tokens.shape[1]
+        self._fed = [found.tokens]
+        for name, state in found.states.items():
+            self._states[name][:, :, : self.position].copy_(state)
+        self._is_broken = False
+
+    def _digest(self) -> str:
+        return snapshot.bundle_digest(self._bundle.manifest, self._entry.signature)
+
+    def _check_whole(self) -> None:
+        if self._is_broken:
+            raise SessionError(
+                "an earlier call failed in the middle of a step", hint="call reset()"
+            )
 
     def _chunk_len(self) -> int:
         if self._prefill is None:
@@ -108,6 +183,7 @@ class Session:
         logits = entry.run(self._states, {"tokens": rows, "pos": self.position})[0]
         self._is_broken = False
         self.position += rows.shape[1]
+        self._fed.append(rows.clone())
         return logits
 
     def _as_rows(self, tokens: Tokens) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,14 @@ class FakeStream:
     prompt_tokens: Sequence[int] = (1, 2, 3)
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    files: list[tuple[str, Path, int]] = field(default_factory=list)
+
+    def resume(self, path: Path) -> int:
+        self.files.append(("resume", path, len(self.tokens)))
+        return 2
+
+    def save(self, path: Path) -> None:
+        self.files.append(("save", path, len(self.tokens)))
 
     def __iter__(self) -> Iterator[Any]:
         for number, piece in enumerate(self.pieces):

@@ -45,6 +45,7 @@ def test_defaults(runtime: FakeRuntime) -> None:
             "allow_native": True,
             "weights_dir": None,
             "require_signature": None,
+            "cuda_graphs": None,
         },
         "generate": {"prompt": "Why?", "stop": (), "chat": None, "system": None, **SAMPLING},
     }
@@ -54,7 +55,7 @@ def test_every_option_reaches_the_runtime(runtime: FakeRuntime) -> None:
     words = (
         "--format onnx --device cuda:1 --threads 2 --no-native --max-new 9 --temperature 0.5"
         " --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 --stop END --stop FIN --chat --system terse"
-        " --weights-dir m --require-signature key.pub"
+        " --weights-dir m --require-signature key.pub --no-cuda-graphs"
     )
     assert invoke("run", "b", "-p", "Why?", *words.split()).exit_code == 0
     assert runtime.calls == {
@@ -66,6 +67,7 @@ def test_every_option_reaches_the_runtime(runtime: FakeRuntime) -> None:
             "allow_native": False,
             "weights_dir": Path("m"),
             "require_signature": Path("key.pub"),
+            "cuda_graphs": False,
         },
         "generate": {
             "prompt": "Why?",
@@ -114,7 +116,15 @@ def test_json_is_one_object(monkeypatch: pytest.MonkeyPatch, as_tokens: bool) ->
     found = json.loads(invoke("run", "b", *prompt, "--json").stdout)
     assert list(found) == [
         "tokens" if as_tokens else "text",
-        *("finish_reason", "prompt_tokens", "new_tokens", "load_s", "ttft_ms", "decode_tok_s"),
+        *(
+            "finish_reason",
+            "prompt_tokens",
+            "resumed_tokens",
+            "new_tokens",
+            "load_s",
+            "ttft_ms",
+            "decode_tok_s",
+        ),
     ]
     assert found["tokens" if as_tokens else "text"] == ([5, 6, 7] if as_tokens else "aéc")
     assert (found["finish_reason"], found["prompt_tokens"], found["new_tokens"]) == ("stop", 3, 3)
@@ -193,3 +203,16 @@ def test_a_failure_with_json_prints_the_error_and_no_text(monkeypatch: pytest.Mo
     assert json.loads(result.stdout) == {
         "error": {"kind": "TokenizerError", "message": "none", "where": None, "hint": "use ids"}
     }
+
+
+def test_states_are_loaded_before_the_first_token_and_saved_after_the_last(
+    runtime: FakeRuntime,
+) -> None:
+    words = ("--load-state", "old.state", "--save-state", "new.state", "--stats")
+    result = invoke("run", "b", "-p", "Why?", *words)
+    assert result.exit_code == 0
+    assert runtime.stream.files == [
+        ("resume", Path("old.state"), 0),
+        ("save", Path("new.state"), 3),
+    ]
+    assert "tokens       3 prompt (2 from a file), 3 new\n" in result.stderr

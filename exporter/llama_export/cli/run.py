@@ -33,10 +33,19 @@ EXAMPLES = (
         "A text to go on with, from a file:",
         "llama-export run smollm2-135m -p - --no-chat < story.txt",
     ),
+    (
+        "A long prompt, kept for others that begin as it does:",
+        'llama-export run smollm2-135m-instruct -p "$RULES Agreed?" --save-state rules.state',
+    ),
+    (
+        "One of these, of which only the rest is read:",
+        'llama-export run smollm2-135m-instruct -p "$RULES Why?" --load-state rules.state',
+    ),
     ("Token ids in, token ids out:", 'llama-export run smollm2-135m --tokens "1 9690 198"'),
 )
 PROMPT, PROGRAM = "Prompt (one of -p and --tokens)", "Program"
 LENGTH, SAMPLING = "Length and end", "Sampling"
+STATES = "States on disk"
 STDIN = "-"
 
 
@@ -49,6 +58,8 @@ class Stream(Protocol):
     def prompt_tokens(self) -> Sequence[int]: ...
     @property
     def finish_reason(self) -> str | None: ...
+    def resume(self, path: Path) -> int: ...
+    def save(self, path: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Figures:
 
     finish_reason: str | None
     prompt_tokens: int
+    resumed_tokens: int
     new_tokens: int
     load_s: float
     ttft_ms: float | None
@@ -195,6 +207,29 @@ def _token_ids(
     show_default=False,
     help="Refuse compiled programs (aoti): they are code, and run with your rights.",
 )
+@option(
+    "--no-cuda-graphs",
+    group=PROGRAM,
+    is_flag=True,
+    show_default=False,
+    help="On a GPU, launch every step anew instead of replaying a captured graph.",
+)
+@option(
+    "--load-state",
+    group=STATES,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    show_default="the whole prompt is read",
+    help="Take as much of the prompt as a saved run had read, too, from this file.",
+)
+@option(
+    "--save-state",
+    group=STATES,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    show_default="nothing is kept",
+    help="At the end, write what was read of the prompt and the new tokens to this file, for any bundle over the same weights.",
+)
 @weights_dir_option
 @option(
     "--require-signature",
@@ -223,8 +258,11 @@ def command(
     device: str,
     threads: int | None,
     no_native: bool,
+    no_cuda_graphs: bool,
     weights_dir: Path | None,
     require_signature: Path | None,
+    load_state: Path | None,
+    save_state: Path | None,
     stats: bool,
     as_json: bool,
     **settings: Any,
@@ -251,6 +289,7 @@ def command(
             allow_native=not no_native,
             weights_dir=weights_dir,
             require_signature=require_signature,
+            cuda_graphs=False if no_cuda_graphs else None,
         )
         # The programs are loaded here, too; the model's first step comes with the first piece.
         stream: Any
@@ -259,12 +298,15 @@ def command(
         else:
             assert prompt is not None  # _check_usage
             stream = loaded.generate(prompt, stop=stop, chat=chat, system=system, **settings)
+        num_resumed = 0 if load_state is None else stream.resume(load_state)
     load_s = time.perf_counter() - started
     pieces: Iterable[str] = stream if tokens is None else _spaced(stream)
     write: Callable[[str], None] = _discard if as_json else output.write_piece
     started = time.perf_counter()
     text, times = _follow(pieces, stream, write, ends_line=not as_json)
-    figures = _figures(stream, load_s, started, times)
+    if save_state is not None:
+        stream.save(save_state)
+    figures = _figures(stream, num_resumed, load_s, started, times)
     if as_json:
         result = {"text": text} if tokens is None else {"tokens": list(stream.tokens)}
         output.write_json({**result, **vars(figures)})
@@ -321,7 +363,11 @@ def _follow(
 
 
 def _figures(
-    stream: Stream, load_s: float, started: float, times: Sequence[tuple[float, int]]
+    stream: Stream,
+    num_resumed: int,
+    load_s: float,
+    started: float,
+    times: Sequence[tuple[float, int]],
 ) -> Figures:
     ttft_ms = tok_s = None
     if times:
@@ -332,6 +378,7 @@ def _figures(
     return Figures(
         finish_reason=stream.finish_reason,
         prompt_tokens=len(stream.prompt_tokens),
+        resumed_tokens=num_resumed,
         new_tokens=len(stream.tokens),
         load_s=round(load_s, 4),
         ttft_ms=None if ttft_ms is None else round(ttft_ms, 3),
@@ -344,7 +391,8 @@ def _show_stats(figures: Figures) -> None:
     output.tell(f"load         {figures.load_s:.2f} s")
     output.tell(f"first token  {'-' if ttft is None else f'{ttft:.1f} ms'}")
     output.tell(f"decode       {'-' if rate is None else f'{rate:.1f} tokens/s'}")
-    output.tell(f"tokens       {figures.prompt_tokens} prompt, {figures.new_tokens} new")
+    resumed = f" ({figures.resumed_tokens} from a file)" if figures.resumed_tokens else ""
+    output.tell(f"tokens       {figures.prompt_tokens} prompt{resumed}, {figures.new_tokens} new")
     output.tell(f"finish       {figures.finish_reason or '-'}")
 
 

@@ -20,7 +20,10 @@ class AotiProgram:
         index = -1 if loading.device.index is None else loading.device.index
         self._weights = loading.constants()
         try:
-            loader = AOTIModelPackageLoader(str(loading.path), "model", False, 1, index)
+            # The third says that no events of its own are recorded, which no graph may hold.
+            loader = AOTIModelPackageLoader(
+                str(loading.path), "model", loading.uses_graphs, 1, index
+            )
         except RuntimeError as cause:
             raise IntegrityError(
                 f"cannot be loaded: {str(cause).splitlines()[0]}",

@@ -25,6 +25,7 @@ class Loading:
         device: where it runs.
         threads: threads of an engine that has its own pool; None: the engine's default.
         is_whole: whether the weights files lie beside the program, where an ONNX program points.
+        uses_graphs: whether calls of it will be captured in CUDA graphs.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Loading:
     device: torch.device
     threads: int | None
     is_whole: bool = True
+    uses_graphs: bool = False
 
     def constants(self) -> dict[str, torch.Tensor]:
         """The weights that the program binds.

@@ -6,7 +6,9 @@ the graph's scatter happens in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from llama_artifacts.signature import StateSpec, TensorSpec, resolve
 from llama_runtime.programs.base import Loading
 from llama_runtime.states import torch_dtype
 
+_NO_GRAPH = -1
+
 
 class OnnxProgram:
     """See `Program`."""
@@ -26,6 +30,7 @@ class OnnxProgram:
     def __init__(self, loading: Loading) -> None:
         self._signature = loading.program.signature
         self._device = loading.device
+        self._num_graphs = 0
         weights = loading.constants()  # all there
         # ONNX Runtime finds them by their place in a file beside the program, or is given them.
         self._given = {} if loading.is_whole else {n: t.cpu() for n, t in weights.items()}
@@ -33,30 +38,60 @@ class OnnxProgram:
         self._check_interface(loading)
         self._binding = self._session.io_binding()
         self._bound_states: list[torch.Tensor] = []
+        self._eager = _numbered(_NO_GRAPH) if loading.uses_graphs else None
 
     def run(
         self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
     ) -> list[torch.Tensor]:
-        for spec, tensor in zip(self._signature.inputs, inputs, strict=True):
-            self._bind(self._binding.bind_input, spec.name, spec.dtype, tensor)
-        self._bind_states(states)
-        outputs = [self._new(spec, sizes) for spec in self._signature.outputs]
-        for spec, tensor in zip(self._signature.outputs, outputs, strict=True):
-            self._bind(self._binding.bind_output, spec.name, spec.dtype, tensor)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._session.run_with_iobinding(self._binding)
+        outputs = self._bind_call(self._binding, inputs, sizes)
+        if len(states) != len(self._bound_states) or not all(map(_is, states, self._bound_states)):
+            self._bind_states(self._binding, states)
+            # Keeps the buffers alive for as long as they are bound.
+            self._bound_states = list(states)
+        self._run(self._binding, self._eager)
         return outputs
 
-    def _bind_states(self, states: list[torch.Tensor]) -> None:
-        if len(states) == len(self._bound_states) and all(map(_is, states, self._bound_states)):
-            return
+    def record(
+        self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
+    ) -> OnnxRecording:
+        """The call as a CUDA graph of ONNX Runtime's, captured on its first replay, which is now.
+
+        Raises:
+            RuntimeError: ONNX Runtime cannot capture it.
+        """
+        binding = self._session.io_binding()
+        outputs = self._bind_call(binding, inputs, sizes)
+        self._bind_states(binding, states)
+        options = _numbered(self._num_graphs)
+        self._num_graphs += 1
+        recording = OnnxRecording(outputs, partial(self._run, binding, options))
+        try:
+            recording.replay([*inputs, *states])
+        except Exception as cause:  # onnxruntime's own types derive from Exception alone
+            raise RuntimeError(*cause.args) from cause
+        return recording
+
+    def _run(self, binding: Any, options: onnxruntime.RunOptions | None) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._session.run_with_iobinding(binding, options)
+
+    def _bind_call(
+        self, binding: Any, inputs: list[torch.Tensor], sizes: Mapping[str, int]
+    ) -> list[torch.Tensor]:
+        """Binds the inputs and new outputs, which are returned."""
+        for spec, tensor in zip(self._signature.inputs, inputs, strict=True):
+            self._bind(binding.bind_input, spec.name, spec.dtype, tensor)
+        outputs = [self._new(spec, sizes) for spec in self._signature.outputs]
+        for spec, tensor in zip(self._signature.outputs, outputs, strict=True):
+            self._bind(binding.bind_output, spec.name, spec.dtype, tensor)
+        return outputs
+
+    def _bind_states(self, binding: Any, states: list[torch.Tensor]) -> None:
         for spec, tensor in zip(self._signature.states, states, strict=True):
             name = f"state.{spec.name}"
-            self._bind(self._binding.bind_input, name, spec.dtype, tensor)
-            self._bind(self._binding.bind_output, f"{name}.next", spec.dtype, tensor)
-        # Keeps the buffers alive for as long as they are bound.
-        self._bound_states = list(states)
+            self._bind(binding.bind_input, name, spec.dtype, tensor)
+            self._bind(binding.bind_output, f"{name}.next", spec.dtype, tensor)
 
     def _bind(self, bind: Any, name: str, dtype: str, tensor: torch.Tensor) -> None:
         index = tensor.device.index or 0
@@ -89,6 +124,24 @@ class OnnxProgram:
             raise IntegrityError(
                 f"its inputs and outputs are not the manifest's: {odd}", where=loading.path
             )
+
+
+@dataclass(frozen=True)
+class OnnxRecording:
+    """See `llama_runtime.cuda_graphs.Recording`."""
+
+    outputs: list[torch.Tensor]
+    launch: Callable[[], None]
+
+    def replay(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.launch()
+
+
+def _numbered(number: int) -> onnxruntime.RunOptions:
+    """Options of a run that captures or replays the graph of that number."""
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(number))
+    return options
 
 
 def _described(name: str, spec: TensorSpec | StateSpec) -> tuple[str, str, tuple[int | str, ...]]:
@@ -135,7 +188,10 @@ def _session(loading: Loading, given: Mapping[str, torch.Tensor]) -> onnxruntime
                 where=loading.path,
                 hint="pip install onnxruntime-gpu",
             )
-        providers = [("CUDAExecutionProvider", {"device_id": loading.device.index or 0})]
+        settings = {"device_id": loading.device.index or 0}
+        if loading.uses_graphs:
+            settings["enable_cuda_graph"] = 1
+        providers = [("CUDAExecutionProvider", settings)]
     try:
         return onnxruntime.InferenceSession(str(loading.path), options, providers=providers)
     except Exception as cause:  # onnxruntime's own types derive from Exception alone
