@@ -23,12 +23,18 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::pair<DType, at::ScalarType> kTypes[] = {
-    {DType::f64, at::kDouble},          {DType::f32, at::kFloat},
-    {DType::f16, at::kHalf},            {DType::bf16, at::kBFloat16},
-    {DType::f8e4m3, at::kFloat8_e4m3fn}, {DType::f8e5m2, at::kFloat8_e5m2},
-    {DType::i64, at::kLong},            {DType::i32, at::kInt},
-    {DType::i16, at::kShort},           {DType::i8, at::kChar},
-    {DType::u8, at::kByte},             {DType::boolean, at::kBool},
+    {DType::f64, at::kDouble},
+    {DType::f32, at::kFloat},
+    {DType::f16, at::kHalf},
+    {DType::bf16, at::kBFloat16},
+    {DType::f8e4m3, at::kFloat8_e4m3fn},
+    {DType::f8e5m2, at::kFloat8_e5m2},
+    {DType::i64, at::kLong},
+    {DType::i32, at::kInt},
+    {DType::i16, at::kShort},
+    {DType::i8, at::kChar},
+    {DType::u8, at::kByte},
+    {DType::boolean, at::kBool},
 };
 
 // The engine does not promise that two loads at once go well.

@@ -12,8 +12,7 @@ namespace llama_runtime {
 namespace {
 
 namespace fs = std::filesystem;
-constexpr const char* kIndexMessage =
-    "its header is not the one that the programs were built for";
+constexpr const char* kIndexMessage = "its header is not the one that the programs were built for";
 
 Error damage(const std::string& message, const fs::path& path, const char* hint = "") {
   return Error(ErrorCode::kIntegrity, message, path.string(), hint);
@@ -30,9 +29,9 @@ std::optional<Error> misfit(const fs::path& path, const File& file) {
   if (!status.is_plain) return damage("expected a plain file", path);
   if (leads_out(path)) return damage("expected no link out of the bundle", path, kLinkHint);
   if (status.num_bytes != file.bytes) {
-    return damage("damaged: " + with_commas(status.num_bytes) + " bytes, expected " +
-                      with_commas(file.bytes),
-                  path);
+    return damage(
+        "damaged: " + with_commas(status.num_bytes) + " bytes, expected " + with_commas(file.bytes),
+        path);
   }
   return std::nullopt;
 }

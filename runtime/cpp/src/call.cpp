@@ -33,8 +33,7 @@ void check_names(const Signature& signature, const std::map<std::string, Tensor>
 }
 
 void bind(const Signature& signature, const TensorSpec& spec, const Tensor& tensor, Sizes& sizes) {
-  const std::string mismatch =
-      "expected shape " + show(spec.shape) + ", got " + show(tensor.shape);
+  const std::string mismatch = "expected shape " + show(spec.shape) + ", got " + show(tensor.shape);
   if (tensor.shape.size() != spec.shape.size()) refuse(mismatch, spec.name);
   for (size_t i = 0; i < spec.shape.size(); ++i) {
     const int64_t size = tensor.shape[i];
@@ -162,8 +161,8 @@ void check_results(const ProgramRecord& record, const std::vector<Tensor>& resul
   const std::vector<TensorSpec>& specs = record.signature.outputs;
   bool is_right = results.size() == specs.size();
   for (size_t i = 0; is_right && i < specs.size(); ++i) {
-    is_right = results[i].dtype == specs[i].dtype &&
-               results[i].shape == resolve(specs[i].shape, sizes);
+    is_right =
+        results[i].dtype == specs[i].dtype && results[i].shape == resolve(specs[i].shape, sizes);
   }
   if (!is_right) {
     throw Error(ErrorCode::kIntegrity,

@@ -48,8 +48,7 @@ std::optional<Error> misfit(const ProgramRecord& program, bool allow_native) {
   const auto refuse = [&program](const std::string& message, const std::string& hint) {
     return Error(ErrorCode::kCompatibility, message, program.file, hint);
   };
-  const std::string rebuild =
-      "build it for this machine: `llama-export build ... --format aoti`";
+  const std::string rebuild = "build it for this machine: `llama-export build ... --format aoti`";
   if (program.target.device != "cpu") {
     return refuse("made for " + program.target.device + ", this runtime runs on cpu",
                   "build it with --device cpu");
@@ -58,7 +57,8 @@ std::optional<Error> misfit(const ProgramRecord& program, bool allow_native) {
     return refuse("expected a program in format aoti, got " + program.format, rebuild);
   }
   if (!allow_native) {
-    return refuse("native code, which --no-native refuses", "use the Python runtime with pt2 or onnx");
+    return refuse("native code, which --no-native refuses",
+                  "use the Python runtime with pt2 or onnx");
   }
   const auto torch = program.requires_.find("torch");
   const std::string made = torch == program.requires_.end() ? "unknown" : torch->second;

@@ -83,8 +83,7 @@ bool leads_out(const fs::path& path) {
   if (error) return true;
   if (is_within(target, folder)) return false;
   const bool is_snapshot = folder.parent_path().filename() == "snapshots";
-  return !(is_snapshot &&
-           target.parent_path() == folder.parent_path().parent_path() / "blobs");
+  return !(is_snapshot && target.parent_path() == folder.parent_path().parent_path() / "blobs");
 }
 
 std::string read_bytes(const fs::path& path, ErrorCode code) {

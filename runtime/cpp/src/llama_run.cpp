@@ -103,8 +103,22 @@ std::vector<int32_t> token_ids(std::string text) {
   return ids;
 }
 
-enum Option { kTokens = 256, kMaxNew, kTemperature, kTopK, kTopP, kMinP, kSeed, kFormat, kThreads,
-              kNoNative, kWeightsDir, kIntegrity, kVectors, kStats };
+enum Option {
+  kTokens = 256,
+  kMaxNew,
+  kTemperature,
+  kTopK,
+  kTopP,
+  kMinP,
+  kSeed,
+  kFormat,
+  kThreads,
+  kNoNative,
+  kWeightsDir,
+  kIntegrity,
+  kVectors,
+  kStats
+};
 
 constexpr option kOptions[] = {
     {"prompt", required_argument, nullptr, 'p'},
@@ -129,20 +143,48 @@ constexpr option kOptions[] = {
 void take_option(int code, const char* value, Arguments& arguments) {
   SamplingParams& sampling = arguments.generate.sampling;
   switch (code) {
-    case 'p': arguments.prompt = value; break;
-    case kTokens: arguments.tokens = token_ids(value); break;
-    case kMaxNew: arguments.generate.max_new = number<int64_t>("max-new", value); break;
-    case kTemperature: sampling.temperature = number<double>("temperature", value); break;
-    case kTopK: sampling.top_k = number<int64_t>("top-k", value); break;
-    case kTopP: sampling.top_p = number<double>("top-p", value); break;
-    case kMinP: sampling.min_p = number<double>("min-p", value); break;
-    case kSeed: sampling.seed = number<uint64_t>("seed", value); break;
-    case kThreads: arguments.load.threads = number<int>("threads", value); break;
-    case kNoNative: arguments.load.allow_native = false; break;
-    case kWeightsDir: arguments.load.weights_dir = value; break;
-    case kIntegrity: arguments.checks_integrity = true; break;
-    case kVectors: arguments.checks_vectors = true; break;
-    case kStats: arguments.shows_stats = true; break;
+    case 'p':
+      arguments.prompt = value;
+      break;
+    case kTokens:
+      arguments.tokens = token_ids(value);
+      break;
+    case kMaxNew:
+      arguments.generate.max_new = number<int64_t>("max-new", value);
+      break;
+    case kTemperature:
+      sampling.temperature = number<double>("temperature", value);
+      break;
+    case kTopK:
+      sampling.top_k = number<int64_t>("top-k", value);
+      break;
+    case kTopP:
+      sampling.top_p = number<double>("top-p", value);
+      break;
+    case kMinP:
+      sampling.min_p = number<double>("min-p", value);
+      break;
+    case kSeed:
+      sampling.seed = number<uint64_t>("seed", value);
+      break;
+    case kThreads:
+      arguments.load.threads = number<int>("threads", value);
+      break;
+    case kNoNative:
+      arguments.load.allow_native = false;
+      break;
+    case kWeightsDir:
+      arguments.load.weights_dir = value;
+      break;
+    case kIntegrity:
+      arguments.checks_integrity = true;
+      break;
+    case kVectors:
+      arguments.checks_vectors = true;
+      break;
+    case kStats:
+      arguments.shows_stats = true;
+      break;
     case kFormat:
       if (std::strcmp(value, "aoti") != 0) {
         throw UsageError{std::string("--format: expected aoti, the only one here, got `") + value +
@@ -167,8 +209,7 @@ Arguments parse(int argc, char** argv) {
   const int num_tasks = arguments.prompt.has_value() + arguments.tokens.has_value() +
                         arguments.checks_integrity + arguments.checks_vectors;
   if (num_tasks != 1) {
-    throw UsageError{
-        "expected one of `-p TEXT`, `--tokens IDS`, `--integrity` and `--vectors`"};
+    throw UsageError{"expected one of `-p TEXT`, `--tokens IDS`, `--integrity` and `--vectors`"};
   }
   if (arguments.prompt == "-") {
     arguments.prompt = std::string(std::istreambuf_iterator<char>(std::cin), {});

@@ -21,7 +21,8 @@ std::optional<std::pair<int, int>> version_numbers(const std::string& version) {
   if (dot == version.npos) return std::nullopt;
   std::pair<int, int> numbers;
   const auto read = [](const std::string& digits, int& number) {
-    if (digits.empty() || digits.size() > 6 || (digits.size() > 1 && digits[0] == '0')) return false;
+    if (digits.empty() || digits.size() > 6 || (digits.size() > 1 && digits[0] == '0'))
+      return false;
     const char* end = digits.data() + digits.size();
     return digits.find_first_not_of("0123456789") == digits.npos &&
            std::from_chars(digits.data(), end, number).ptr == end;
@@ -132,8 +133,8 @@ ProgramRecord read_program(const Node& node) {
   node.keys({"entry", "format", "file", "dtype", "target", "signature", "constants", "requires",
              "variant", "numerics"});
   ProgramRecord program;
-  program.entry = node.field("entry").text(
-      is_entry_name, "an entry such as `decode` or `generate<32>`");
+  program.entry =
+      node.field("entry").text(is_entry_name, "an entry such as `decode` or `generate<32>`");
   program.format = node.field("format").one_of({"pt2", "aoti", "onnx"});
   program.file = node.field("file").text(is_file_name, "a plain file name");
   program.dtype = node.field("dtype").dtype();
@@ -173,7 +174,8 @@ void read_weights(const Node& node, Manifest& manifest) {
     manifest.weights_headers[name] = item.text(is_sha256, "64 hexadecimal digits");
   }
   if (const auto referenced = node.optional("referenced")) {
-    for (const auto& [name, file] : read_files(*referenced)) manifest.referenced.emplace(name, file);
+    for (const auto& [name, file] : read_files(*referenced))
+      manifest.referenced.emplace(name, file);
   }
 }
 

@@ -76,8 +76,8 @@ void check_weights(const Node& node, const Manifest& manifest) {
     listed += (listed.empty() ? "" : ", ") + shown(name);
   }
   if (!is_right(manifest)) {
-    node.fail("weights `" + manifest.weights + "` cannot have these weights files: " +
-              (listed.empty() ? "none" : listed));
+    node.fail("weights `" + manifest.weights +
+              "` cannot have these weights files: " + (listed.empty() ? "none" : listed));
   }
 }
 

@@ -36,8 +36,7 @@ std::vector<const ProgramRecord*> of_entry(const Manifest& manifest, const std::
 
 }  // namespace
 
-Model::Model(const std::filesystem::path& folder, const LoadOptions& options)
-    : options_(options) {
+Model::Model(const std::filesystem::path& folder, const LoadOptions& options) : options_(options) {
   auto shared = std::make_shared<Shared>();
   shared->bundle = open_bundle(std::filesystem::absolute(folder));
   shared->weights = map_weights(shared->bundle, options.weights_dir);

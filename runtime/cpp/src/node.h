@@ -46,8 +46,7 @@ class Node {
   // Members in the file's order; keys are checked as text.
   std::vector<std::pair<std::string, Node>> members() const;
   // A key of `members` that must match.
-  void check_key(const std::string& key, bool (*matches)(std::string_view),
-                 const char* what) const;
+  void check_key(const std::string& key, bool (*matches)(std::string_view), const char* what) const;
 
   [[noreturn]] void fail(const std::string& message) const;
 

@@ -73,14 +73,6 @@ int64_t header_bytes(std::string_view data, const std::string& where) {
   return static_cast<int64_t>(count);
 }
 
-std::string shown_value(const Json& value) {
-  if (const auto* number = std::get_if<int64_t>(&value.value)) {
-    return shown(std::to_string(*number));
-  }
-  if (const auto* text = std::get_if<std::string>(&value.value)) return shown(*text);
-  return json_type(value);
-}
-
 std::vector<int64_t> read_sizes(const Json& value, const char* field, const std::string& where) {
   const auto* list = std::get_if<JsonList>(&value.value);
   if (list == nullptr || list->size() > kMaxDims) {
@@ -90,9 +82,9 @@ std::vector<int64_t> read_sizes(const Json& value, const char* field, const std:
   for (const Json& item : *list) {
     const auto* size = std::get_if<int64_t>(&item.value);
     if (size == nullptr || *size < 0) {
-      refuse(std::string("expected non-negative integers in ") + field + ", got " +
-                 shown_value(item),
-             where);
+      refuse(
+          std::string("expected non-negative integers in ") + field + ", got " + shown_value(item),
+          where);
     }
     sizes.push_back(*size);
   }
@@ -186,8 +178,7 @@ void check_extents(SafetensorsHeader& header, const std::string& where) {
   for (const StoredTensor& tensor : header.tensors) {
     const std::string place = where + "#" + printable(tensor.name);
     if (tensor.start < end) {
-      refuse("overlaps " + shown(previous) + " by " + std::to_string(end - tensor.start) +
-                 " bytes",
+      refuse("overlaps " + shown(previous) + " by " + std::to_string(end - tensor.start) + " bytes",
              place);
     }
     if (tensor.start > end) {
@@ -203,8 +194,8 @@ void check_extents(SafetensorsHeader& header, const std::string& where) {
 
 void check_size(int64_t data_end, int64_t file_bytes, const std::string& where) {
   if (data_end == file_bytes) return;
-  const std::string counts = ": expected " + std::to_string(data_end) + " bytes, got " +
-                             std::to_string(file_bytes);
+  const std::string counts =
+      ": expected " + std::to_string(data_end) + " bytes, got " + std::to_string(file_bytes);
   const std::string change = data_end > file_bytes
                                  ? std::to_string(data_end - file_bytes) + " bytes shorter"
                                  : std::to_string(file_bytes - data_end) + " bytes longer";

@@ -40,7 +40,8 @@ Candidates best_first(const at::Tensor& probs, double top_p) {
 
 Candidates candidates(const at::Tensor& logits, const SamplingParams& params) {
   // With the maximum at 0 nothing overflows upwards.
-  const at::Tensor scaled = (logits - logits.amax()) / std::min(params.temperature, kMaxTemperature);
+  const at::Tensor scaled =
+      (logits - logits.amax()) / std::min(params.temperature, kMaxTemperature);
   Candidates found{scaled.softmax(-1), {}};
   if (params.top_k > 0) {
     std::tie(found.probs, found.tokens) =
@@ -125,8 +126,8 @@ std::vector<int32_t> Sampler::sample(const Tensor& logits) {
     }
     const Candidates found = candidates(rows[row], impl_->params);
     const int64_t index = pick(found.probs, impl_->uniform(static_cast<size_t>(row)));
-    tokens.push_back(static_cast<int32_t>(
-        found.tokens.defined() ? found.tokens[index].item<int64_t>() : index));
+    tokens.push_back(
+        static_cast<int32_t>(found.tokens.defined() ? found.tokens[index].item<int64_t>() : index));
   }
   return tokens;
 }

@@ -72,8 +72,7 @@ void Session::check(const std::vector<std::vector<int32_t>>& rows) const {
                                    [count](const auto& row) { return row.size() == count; });
   if (static_cast<int64_t>(rows.size()) != batch_ || count == 0 || !is_even) {
     throw Error(ErrorCode::kInput,
-                "expected a list of ids, or " + std::to_string(batch_) +
-                    " such lists, none empty",
+                "expected a list of ids, or " + std::to_string(batch_) + " such lists, none empty",
                 "tokens");
   }
   if (static_cast<int64_t>(count) > capacity_ - position_) {
@@ -120,8 +119,7 @@ Generated generate(Session& session, const std::vector<int32_t>& prompt,
                    const GenerateOptions& options) {
   if (options.max_new < 1) {
     throw Error(ErrorCode::kInput,
-                "expected at least 1 new token, got " + std::to_string(options.max_new),
-                "max_new");
+                "expected at least 1 new token, got " + std::to_string(options.max_new), "max_new");
   }
   Sampler sampler(options.sampling);
   Generated result;

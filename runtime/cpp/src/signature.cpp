@@ -86,8 +86,7 @@ void check_distinct(const Node& node, const char* kind, const std::vector<std::s
   std::multiset<std::string_view> seen(names.begin(), names.end());
   for (const std::string& name : names) {
     if (seen.count(name) > 1) {
-      node.fail(std::string("expected distinct ") + kind + " names, got " + shown(name) +
-                " twice");
+      node.fail(std::string("expected distinct ") + kind + " names, got " + shown(name) + " twice");
     }
   }
 }
@@ -129,7 +128,8 @@ void check_dims(const Node& node, const Signature& signature) {
     if (!known.contains(dim)) {
       node.fail("`" + spec + "` has the undeclared dimension " + shown(dim));
     }
-    if (!bound.contains(dim)) node.fail("`" + spec + "` has the dimension `" + dim + "` of no input");
+    if (!bound.contains(dim))
+      node.fail("`" + spec + "` has the dimension `" + dim + "` of no input");
   }
 }
 

@@ -23,10 +23,10 @@ void check_sizes(const Signature& signature, const Sizes& sizes) {
   }
   for (const auto& [name, size] : sizes) given.insert(name);
   if (needed != given) {
-    throw Error(ErrorCode::kInput,
-                "expected " + listed(needed, "no sizes") + " for new states, got " +
-                    listed(given, "none"),
-                "states");
+    throw Error(
+        ErrorCode::kInput,
+        "expected " + listed(needed, "no sizes") + " for new states, got " + listed(given, "none"),
+        "states");
   }
   for (const auto& [name, size] : sizes) {
     const Dim& dim = *signature.dim(name);

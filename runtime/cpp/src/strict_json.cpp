@@ -150,8 +150,8 @@ class Builder final : public nlohmann::json_sax<nlohmann::json> {
 }  // namespace
 
 JsonObject parse_object(std::string_view text, const std::string& where, ErrorCode code) {
-  const int64_t num_values = std::count_if(
-      text.begin(), text.end(), [](char c) { return c == ',' || c == '[' || c == '{'; });
+  const int64_t num_values = std::count_if(text.begin(), text.end(),
+                                           [](char c) { return c == ',' || c == '[' || c == '{'; });
   if (num_values > kMaxValues) {
     throw Error(code, "expected at most 1,048,576 values, got " + with_commas(num_values), where);
   }
@@ -181,6 +181,17 @@ const char* json_type(const Json& value) {
   constexpr const char* kNames[] = {"null",     "a boolean", "an integer", "an integer",
                                     "a number", "a string",  "a list",     "an object"};
   return kNames[value.value.index()];
+}
+
+std::string shown_value(const Json& value) {
+  if (const auto* integer = std::get_if<int64_t>(&value.value)) {
+    return shown(std::to_string(*integer));
+  }
+  if (const auto* number = std::get_if<double>(&value.value)) {
+    return shown(nlohmann::json(*number).dump());
+  }
+  if (const auto* text = std::get_if<std::string>(&value.value)) return shown(*text);
+  return json_type(value);
 }
 
 std::string join(const std::string& path, std::string_view key) {

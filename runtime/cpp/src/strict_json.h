@@ -38,6 +38,9 @@ const Json* find(const JsonObject& object, std::string_view key);
 // How JSON calls the type of a value, for messages.
 const char* json_type(const Json& value);
 
+// A scalar in backticks, anything else by its type.
+std::string shown_value(const Json& value);
+
 // The key path of a member.
 std::string join(const std::string& path, std::string_view key);
 

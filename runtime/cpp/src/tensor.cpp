@@ -13,12 +13,18 @@ namespace llama_runtime {
 namespace {
 
 constexpr DTypeRow kRows[] = {
-    {DType::f64, "f64", 8, "F64"},           {DType::f32, "f32", 4, "F32"},
-    {DType::f16, "f16", 2, "F16"},           {DType::bf16, "bf16", 2, "BF16"},
-    {DType::f8e4m3, "f8e4m3", 1, "F8_E4M3"}, {DType::f8e5m2, "f8e5m2", 1, "F8_E5M2"},
-    {DType::i64, "i64", 8, "I64"},           {DType::i32, "i32", 4, "I32"},
-    {DType::i16, "i16", 2, "I16"},           {DType::i8, "i8", 1, "I8"},
-    {DType::u8, "u8", 1, "U8"},              {DType::boolean, "bool", 1, "BOOL"},
+    {DType::f64, "f64", 8, "F64"},
+    {DType::f32, "f32", 4, "F32"},
+    {DType::f16, "f16", 2, "F16"},
+    {DType::bf16, "bf16", 2, "BF16"},
+    {DType::f8e4m3, "f8e4m3", 1, "F8_E4M3"},
+    {DType::f8e5m2, "f8e5m2", 1, "F8_E5M2"},
+    {DType::i64, "i64", 8, "I64"},
+    {DType::i32, "i32", 4, "I32"},
+    {DType::i16, "i16", 2, "I16"},
+    {DType::i8, "i8", 1, "I8"},
+    {DType::u8, "u8", 1, "U8"},
+    {DType::boolean, "bool", 1, "BOOL"},
 };
 
 }  // namespace

@@ -75,10 +75,10 @@ void append_text(const Tokenizer::Tables& tables, std::string_view text, size_t 
 std::vector<int32_t> Tokenizer::encode(std::string_view text) const {
   const Utf8Fault fault = find_utf8_fault(text);
   if (fault.reason != nullptr) {
-    throw Error(ErrorCode::kInput,
-                "expected UTF-8 text, got byte " + std::to_string(fault.position) + ": " +
-                    fault.reason,
-                "text", "decode the bytes of the text as UTF-8");
+    throw Error(
+        ErrorCode::kInput,
+        "expected UTF-8 text, got byte " + std::to_string(fault.position) + ": " + fault.reason,
+        "text", "decode the bytes of the text as UTF-8");
   }
   std::vector<int32_t> ids = tables_->prefix;
   for (const Part& part : cut(cut({{text, -1}}, tables_->added[0]), tables_->added[1])) {

@@ -23,8 +23,8 @@ class Reader {
     require(file.value("normalizer", Value()).is_null(), "normalizer", "none");
     const Value& model = file.at("model");
     require(model.value("type", "BPE") == "BPE", "model.type", "BPE");
-    for (const char* key : {"unk_token", "continuing_subword_prefix", "end_of_word_suffix",
-                            "dropout"}) {
+    for (const char* key :
+         {"unk_token", "continuing_subword_prefix", "end_of_word_suffix", "dropout"}) {
       const Value value = model.value(key, Value());
       require(value.is_null() || value == "", std::string("model.") + key, "none");
     }

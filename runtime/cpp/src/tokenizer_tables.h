@@ -42,7 +42,6 @@ inline uint64_t pair_key(int32_t first, int32_t second) {
 }
 
 // The tokens of one word, by merging its bytes.
-void append_word(const Tokenizer::Tables& tables, std::string_view word,
-                 std::vector<int32_t>& ids);
+void append_word(const Tokenizer::Tables& tables, std::string_view word, std::vector<int32_t>& ids);
 
 }  // namespace llama_runtime

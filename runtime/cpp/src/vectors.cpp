@@ -131,15 +131,14 @@ void compare_integers(const std::vector<int64_t>& actual, const std::vector<int6
     num_wrong += actual[i] != expected[i];
   }
   if (num_compared == 0) return;
-  finding.take(static_cast<double>(num_wrong),
-               place + std::to_string(num_wrong) + " of " + std::to_string(num_compared) +
-                   " differ");
+  finding.take(static_cast<double>(num_wrong), place + std::to_string(num_wrong) + " of " +
+                                                   std::to_string(num_compared) + " differ");
 }
 
 // The chosen rows of an output that is seen as [-1, width].
 template <typename T>
-std::vector<T> chosen(const std::vector<T>& values, const std::vector<int64_t>& rows,
-                      size_t width, const std::string& name) {
+std::vector<T> chosen(const std::vector<T>& values, const std::vector<int64_t>& rows, size_t width,
+                      const std::string& name) {
   std::vector<T> result;
   for (const int64_t row : rows) {
     const size_t start = static_cast<size_t>(row) * width;

@@ -15,7 +15,7 @@
 namespace llama_runtime {
 
 struct LoadOptions {
-  int threads = 0;          // of all programs of the process; 0 leaves torch's number
+  int threads = 0;           // of all programs of the process; 0 leaves torch's number
   bool allow_native = true;  // false refuses compiled programs, the only ones that run here
   std::filesystem::path weights_dir;  // the checkpoint's folder, for a bundle without weights
 };
