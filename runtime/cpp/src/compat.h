@@ -1,0 +1,14 @@
+// Whether this machine and this build can run a program, decided before anything is loaded.
+#pragma once
+
+#include <optional>
+
+#include "llama_runtime/error.h"
+#include "llama_runtime/manifest.h"
+
+namespace llama_runtime {
+
+// Why not, or nullopt.
+std::optional<Error> misfit(const ProgramRecord& program, bool allow_native);
+
+}  // namespace llama_runtime
