@@ -79,7 +79,10 @@ def test_prompts_and_steps_take_turns() -> None:
 
 
 def test_a_call_takes_no_more_tokens_than_its_program() -> None:
-    assert calls(scheduler_of({"a": 9}, max_piece=6), 2) == [([("a", 0, 6)], []), ([("a", 6, 9)], [])]
+    assert calls(scheduler_of({"a": 9}, max_piece=6), 2) == [
+        ([("a", 0, 6)], []),
+        ([("a", 6, 9)], []),
+    ]
 
 
 def test_a_budget_that_steps_use_up_still_lets_a_prompt_go_on() -> None:
@@ -111,7 +114,7 @@ def test_the_youngest_is_sent_back_when_a_step_finds_no_page() -> None:
     assert calls(scheduler, 1) == [([("a", 0, 4), ("b", 0, 4)], [])]
     assert calls(scheduler, 3) == [([], ["a", "b"])] * 3
     # Both need a third page: one is free, so the younger waits, in front of who came later.
-    assert calls(scheduler, 2) == [([], ["a", "b"])] + [([], ["a"])]
+    assert calls(scheduler, 2) == [([], ["a", "b"]), ([], ["a"])]
     assert [job.request.id for job in scheduler.waiting] == ["b", "c"]
     assert scheduler.num_preemptions == 1
     assert scheduler.pool.num_used == 3
