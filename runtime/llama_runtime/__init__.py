@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llama_runtime.engine import Engine, Request
     from llama_runtime.entry import Entry
     from llama_runtime.generate import Generation, TokenStream
     from llama_runtime.loader import LoadedBundle, load
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from llama_runtime.trainable import TrainableEntry
 
 __all__ = [
+    "Engine",
     "Entry",
     "Generation",
     "LoadedBundle",
+    "Request",
     "SamplingParams",
     "Session",
     "States",
@@ -35,9 +38,11 @@ __all__ = [
 
 # Imported on first use, so that the parts without torch stay quick to import.
 _MODULES = {
+    "Engine": "engine",
     "Entry": "entry",
     "Generation": "generate",
     "LoadedBundle": "loader",
+    "Request": "engine",
     "SamplingParams": "sampling",
     "Session": "session",
     "States": "states",

@@ -194,3 +194,82 @@ def test_the_parameters_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Penalties and bias.
+
+
+def last(logits: list[float], text: list[int], prompt: tuple[int, ...] = (), **params: Any) -> int:
+    """What a greedy chooser takes after a prompt and a text."""
+    chooser = Chooser(SamplingParams(**params), prompt)
+    for token in text:
+        chooser.add(token)
+    return chooser.choose(torch.tensor(logits))
+
+
+@pytest.mark.parametrize(
+    ("logits", "text", "prompt", "params", "token"),
+    [
+        ([4.0, 3.0], [0], (), {"repetition_penalty": 1.5}, 1),
+        ([4.0, 3.0], [], (0,), {"repetition_penalty": 1.5}, 1),
+        ([4.0, 3.0], [0, 0, 0], (0,), {"repetition_penalty": 1.2}, 0),  # once, however often
+        ([-2.0, -3.0], [0], (), {"repetition_penalty": 2.0}, 1),
+        ([4.0, 3.0], [1], (), {"repetition_penalty": 0.5}, 1),
+        ([4.0, 3.0], [0], (), {"presence_penalty": 1.5}, 1),
+        ([4.0, 3.0], [], (0,), {"presence_penalty": 1.5}, 0),  # the prompt does not count
+        ([4.0, 3.0], [0, 0, 0], (), {"presence_penalty": 0.9}, 0),
+        ([4.0, 3.0], [0, 0, 0], (), {"frequency_penalty": 0.4}, 1),
+        ([4.0, 3.0], [0, 0], (), {"frequency_penalty": 0.4}, 0),
+        ([4.0, 3.0], [1, 1], (), {"frequency_penalty": -0.6}, 1),
+        ([4.0, 3.0], [], (), {"logit_bias": {1: 1.5}}, 1),
+        ([4.0, 3.0], [], (), {"logit_bias": {0: -100, 1: 0}}, 1),
+    ],
+)
+def test_penalties_and_bias(
+    logits: list[float], text: list[int], prompt: tuple[int, ...], params: Any, token: int
+) -> None:
+    assert last(logits, text, prompt, **params) == token
+
+
+def test_a_sampler_counts_its_own_tokens_and_the_prompt() -> None:
+    sampler = Sampler(SamplingParams(presence_penalty=1.5), prompt=(1,))
+    logits = torch.tensor([[4.0, 3.0, 2.6], [1.0, 3.0, 2.6]])
+    assert [sampler.sample(logits) for _ in range(3)] == [[0, 1], [1, 2], [2, 1]]
+
+
+def test_choosing_twice_draws_once() -> None:
+    chooser, logits = Chooser(SamplingParams(temperature=1.0)), random_logits(1000)
+    assert len({chooser.choose(logits) for _ in range(10)}) == 1
+
+
+def test_a_bias_of_a_token_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="token ids below 2"):
+        last([1.0, 2.0], [], logit_bias={2: 1.0})
+
+
+def test_an_overflow_by_a_penalty_is_refused() -> None:
+    with pytest.raises(InputError, match="finite maximum"):
+        last([3e38, 1.0], [0], repetition_penalty=0.1)
+
+
+def test_parameters_cannot_be_changed_through_their_bias() -> None:
+    bias = {1: 5.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[0] = 50.0
+    assert params.logit_bias == {1: 5.0}
+    assert hash(params) == hash(SamplingParams(logit_bias={2: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("repetition_penalty", value) for value in (0, -1, 101, float("nan"), "1", True)),
+        *(("presence_penalty", value) for value in (1e7, float("inf"), None)),
+        *(("frequency_penalty", value) for value in (-1e7, float("nan"), None)),
+        *(("logit_bias", v) for v in ([], {"1": 1.0}, {-1: 1.0}, {1: float("inf")}, {1: None})),
+    ],
+)
+def test_a_bad_penalty_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InputError, match=r"expected .* got") as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.where == field

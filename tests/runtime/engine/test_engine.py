@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llama_artifacts.errors import InputError, IntegrityError, SessionError
-from llama_runtime.engine import Engine, Output, Request
+from llama_runtime.engine import Output, Request
 from llama_runtime.sampling import SamplingParams
 from tests.runtime.engine.fakes import (
     NAN_TOKEN,
@@ -459,8 +459,6 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(bundle: FakeBundle)
     assert engine.stats.prefix_hit_tokens == 0
 
 
-
-
 # Calls.
 
 
@@ -496,6 +494,19 @@ def test_prompts_and_steps_take_turns_where_none_does() -> None:
         "decode",
         "prefill",
     ]
+
+
+def test_sizes_in_powers_of_two_change_no_token(bundle: FakeBundle) -> None:
+    engine = engine_of(bundle, pages=20, token_budget=7)
+    ranges = engine._programs._ranges
+    ranges |= {name: dataclasses.replace(r, has_buckets=True) for name, r in ranges.items()}
+    for number in range(7):
+        engine.add(request(str(number), prompt_of(2 * number + 1), 6))
+    outputs = finish(engine)
+    for number in range(7):
+        assert tokens_of(outputs[str(number)]) == greedy(prompt_of(2 * number + 1), 6)
+    used = {size for _, sizes in bundle.calls for size in sizes.values()} - {21}  # of the pool
+    assert used <= {1, 2, 4, 8}
 
 
 def test_the_same_requests_make_the_same_calls(bundle: FakeBundle) -> None:
