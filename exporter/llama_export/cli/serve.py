@@ -32,8 +32,8 @@ EXAMPLES = (
         ASK,
     ),
     (
-        "For others, with a key and twice the rows:",
-        f"{KEY_VARIABLE}=... llama-export serve serving --host 0.0.0.0 --rows 32",
+        "For other machines, with a key:",
+        f"{KEY_VARIABLE}=... llama-export serve serving --host 0.0.0.0",
     ),
 )
 SERVER, BATCH, PROGRAM = "Server", "Batch", "Program"
