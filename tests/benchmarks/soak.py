@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import http.client
 import json
 import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -47,6 +50,7 @@ class Report:
         before_bytes, after_bytes: the server's memory after the first quarter and at the end.
         figures: the server's own, when nothing was left to do.
         seconds: of the whole run.
+        complaints: what the server wrote to stderr besides its address.
     """
 
     ends: dict[str, int]
@@ -54,6 +58,7 @@ class Report:
     after_bytes: int
     figures: dict[str, float]
     seconds: float
+    complaints: Sequence[str] = ()
 
     def faults(self) -> list[str]:
         """What is wrong; empty where all is well."""
@@ -67,6 +72,7 @@ class Report:
         return [
             *(f"{self.ends[end]} requests ended with {end}" for end in odd),
             *(f"{name} is {value:g} at the end" for name, value in held.items()),
+            *([f"{len(self.complaints)} lines on stderr"] if self.complaints else []),
             *([f"memory grew by {growth >> 20} MiB"] if growth > MAX_GROWTH_BYTES else []),
         ]
 
@@ -138,16 +144,28 @@ def soak(bundle: Path, *, num_requests: int, num_at_once: int, seed: int = 0) ->
     """Starts the server, sends so many requests and ends the server."""
     words = ["serve", str(bundle), "--port", "0", "--rows", "8", "--pages", "96", "--threads", "1"]
     command = [sys.executable, "-c", SCRIPT, *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # A file, not a pipe: a server that complains much must not wait for a reader.
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            if "http://" not in line:
-                raise SystemExit(f"the server did not start: {line}{process.stderr.read()}")
-            client = Client(line.rstrip().rpartition("http://")[2], seed)
-            return _drive(client, psutil.Process(process.pid), num_requests, num_at_once)
+            client = Client(_place(process, log), seed)
+            server = psutil.Process(process.pid)
+            report = _drive(client, server, num_requests, num_at_once)
+            log.seek(0)
+            return dataclasses.replace(report, complaints=log.read().splitlines()[1:])
         finally:
             process.terminate()
+
+
+def _place(process: subprocess.Popen[bytes], log: IO[str]) -> str:
+    """The address that the server tells when it is ready."""
+    while True:
+        log.seek(0)
+        text = log.read()
+        if "http://" in text and text.endswith("\n"):
+            return text.rstrip().rpartition("http://")[2]
+        if process.poll() is not None:
+            raise SystemExit(f"the server did not start: {text}")
+        time.sleep(0.05)
 
 
 def _drive(client: Client, server: psutil.Process, num_requests: int, num_at_once: int) -> Report:

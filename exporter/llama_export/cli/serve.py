@@ -23,7 +23,7 @@ from llama_export.cli.options import (
 KEY_VARIABLE = "LLAMA_EXPORT_API_KEY"
 ASK = (
     "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'"
-    ' -d \'{"model": "serving", "messages": [{"role": "user", "content": "Hello!"}]}\''
+    ' -d \'{"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hello!"}]}\''
 )
 EXAMPLES = (
     ("On this machine alone:", "llama-export serve serving"),
@@ -32,8 +32,8 @@ EXAMPLES = (
         ASK,
     ),
     (
-        "For others, with a key and twice the rows:",
-        f"{KEY_VARIABLE}=... llama-export serve serving --host 0.0.0.0 --rows 32",
+        "For other machines, with a key:",
+        f"{KEY_VARIABLE}=... llama-export serve serving --host 0.0.0.0",
     ),
 )
 SERVER, BATCH, PROGRAM = "Server", "Batch", "Program"

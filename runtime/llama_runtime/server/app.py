@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from llama_artifacts.errors import LlamaExportError
 from llama_runtime.server import page
@@ -235,6 +236,11 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(LlamaExportError)
     async def failed(request: Request, error: LlamaExportError) -> JSONResponse:
         return await refused(request, api_error(error))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        """The client left before its request was whole."""
+        return Response(status_code=_CLIENT_GONE)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:

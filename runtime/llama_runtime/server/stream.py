@@ -115,6 +115,8 @@ class EventStream(Response):
         await send(start)
         async for event in self._events():
             await send({"type": "http.response.body", "body": event, "more_body": True})
+            # Where many events wait, nothing else would let the loop see that the client is gone.
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:

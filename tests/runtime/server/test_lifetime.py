@@ -72,6 +72,18 @@ def test_a_client_that_leaves_frees_its_pages_within_two_steps(
     assert api.client.completions.create(model=MODEL, prompt="a", max_tokens=3).choices[0].text
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_request(
+    api: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = urlsplit(api.url)
+    sock = socket.create_connection((place.hostname, place.port), timeout=20)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+    close(sock)
+    wait_for(lambda: 'status="499"' in api.get("/metrics"))
+    assert caplog.messages == []
+
+
 def test_a_client_that_leaves_after_the_first_event(api: Running, engine: FakeEngine) -> None:
     stream = api.client.completions.create(model=MODEL, prompt="a", max_tokens=200, stream=True)
     next(iter(stream))
