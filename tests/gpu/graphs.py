@@ -241,6 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="CUDA graphs against the eager path")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a network of two small layers")
+    parser.add_argument("--case", default="", help="only cases whose name has this in it")
     parser.add_argument("--layers", type=int, help="so many of the 32 layers")
     parser.add_argument("--seconds", type=float, default=420, help="no case begins after these")
     parser.add_argument("--output", type=Path, help="a file for the figures")
@@ -251,6 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(device, Path(folder), max_seq)
         for case in cases(chosen.device):
+            if chosen.case not in str(case):
+                continue
             if time.monotonic() - started > chosen.seconds:
                 left.append(str(case))
                 continue
