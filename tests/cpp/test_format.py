@@ -25,20 +25,30 @@ def _folder(parent: Path, case: dict[str, Any]) -> Path:
     return folder
 
 
-def test_the_table_of_malformed_bundles(build_folder: Path, tmp_path: Path) -> None:
-    cases = [{"name": "sound", "steps": []}, *TABLE["cases"]]
-    folders = [_folder(tmp_path / str(i), case) for i, case in enumerate(cases)]
-    stdin = "".join(f"{folder}\n" for folder in folders)
-    lines = output_of(build_folder / "tests" / "complain", stdin=stdin).splitlines()
-    assert lines[0] == "ok"
-    assert len(lines) == len(cases)
+CASES = [{"name": "sound", "steps": []}, *TABLE["cases"]]
+Complaints = list[tuple[dict[str, Any], Path, str]]
+
+
+def complaints(program: Path, parent: Path) -> Complaints:
+    """Each case with its folder and what the program says of it."""
+    folders = [_folder(parent / str(i), case) for i, case in enumerate(CASES)]
+    lines = output_of(program, stdin="".join(f"{folder}\n" for folder in folders)).splitlines()
+    return list(zip(CASES, folders, lines, strict=True))
+
+
+def wrong_lines(found: Complaints) -> dict[str, tuple[str, str]]:
+    """What was said and what is expected, where they differ, by the case's name."""
     wrong = {}
-    for case, folder, line in zip(cases[1:], folders[1:], lines[1:], strict=True):
-        error = case["error"]
-        expected = f"{error['kind']}\t{error['line'].replace('{bundle}', str(folder))}"
-        if expected.endswith("..."):
-            if not line.startswith(expected.removesuffix("...")):
-                wrong[case["name"]] = (line, expected)
-        elif line != expected:
+    for case, folder, line in found:
+        error = case.get("error", {"kind": "ok", "line": ""})
+        expected = f"{error['kind']}\t{error['line'].replace('{bundle}', str(folder))}".rstrip()
+        is_start = expected.endswith("...")
+        shown = line[: len(expected) - 3] + "..." if is_start else line
+        if shown != expected:
             wrong[case["name"]] = (line, expected)
+    return wrong
+
+
+def test_the_table_of_malformed_bundles(build_folder: Path, tmp_path: Path) -> None:
+    wrong = wrong_lines(complaints(build_folder / "tests" / "complain", tmp_path))
     assert not wrong, json.dumps(wrong, indent=1)

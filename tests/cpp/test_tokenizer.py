@@ -34,8 +34,9 @@ ODDITIES = [
     *("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "!!!???...", "def f(x):\n\treturn x**2  # ok\r\n"),
     *("\u4f60\u597d\uff0c\u4e16\u754c", "\u0645\u0631\u062d\u0628\u0627", "Stra\u00dfe \u0130"),
 ]
-_PIECES = [*"abcXYZ019 _-'!.,\n\r\t", *"\u00e9\u00df\u4f60\u0661\u00b2\u00a0\u2028\U0001f600"] + [
-    *("the ", " and", "'s", "'LL", "  ", "\r\n", "123", "<|begin|>", "plain text", "\u0301")
+_PIECES = [
+    *("the ", " and", "'s", "'LL", "  ", "\r\n", "123", "<|begin|>", "plain text", "\u0301"),
+    *"abcXYZ019 _-'!.,\n\r\t\u00e9\u00df\u4f60\u0661\u00b2\u00a0\u2028\U0001f600",
 ]
 
 
