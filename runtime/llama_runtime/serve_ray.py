@@ -19,7 +19,7 @@ from llama_artifacts.errors import InputError
 from llama_artifacts.extras import needs
 
 NAME = "llama-export"
-APP = "llama_runtime.server.app:create_app"
+APP = "llama_runtime.server.run:open_app"
 
 
 @dataclass(frozen=True)

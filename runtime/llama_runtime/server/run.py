@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from llama_artifacts.errors import InputError
 from llama_runtime.engine import Engine
-from llama_runtime.loader import LoadedBundle
+from llama_runtime.loader import LoadedBundle, load
 from llama_runtime.server.app import Limits, create_app
 from llama_runtime.server.jobs import Served
 from llama_runtime.server.worker import Worker
@@ -55,6 +55,29 @@ def make_app(bundle: LoadedBundle, engine: Engine, limits: Limits) -> tuple[Fast
     )
     worker = Worker(engine, max_open=limits.num_rows + limits.max_queue)
     return create_app(served, worker, limits), worker
+
+
+def open_app(
+    folder: str,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    rows: int | None = None,
+    pages: int | None = None,
+    token_budget: int = 512,
+    max_queue: int = 256,
+    max_body_bytes: int = 8 * 2**20,
+    api_key: str | None = None,
+) -> FastAPI:
+    """The application over a bundle's folder, for servers other than this one (`serve_ray`).
+
+    Raises:
+        LlamaExportError: the bundle cannot be loaded or served.
+    """
+    loaded = load(folder, device=device, threads=threads)
+    engine = Engine(loaded, rows=rows, pages=pages, token_budget=token_budget)
+    limits = Limits(num_rows(loaded, rows), max_queue, max_body_bytes, api_key)
+    return make_app(loaded, engine, limits)[0]
 
 
 def bind(address: Address) -> socket.socket:

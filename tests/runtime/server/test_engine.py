@@ -10,11 +10,12 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi.testclient import TestClient
 
 import llama_runtime
 from llama_runtime.engine import Engine
 from llama_runtime.server.app import Limits
-from llama_runtime.server.run import make_app
+from llama_runtime.server.run import make_app, open_app
 from tests.runtime.server.serving import Running, running, wait_for
 
 NUM_ROWS, NUM_PAGES, MAX_SEQ = 8, 64, 256
@@ -49,6 +50,18 @@ def name(api: Running) -> str:
 def complete(api: Running, **fields: Any) -> Any:
     settings = {"model": name(api), "temperature": 0, "max_tokens": 12, **fields}
     return api.client.completions.create(**settings)
+
+
+def test_other_servers_open_the_application_by_folder(
+    tiny_packed_bundle: Path, api: Running
+) -> None:
+    app = open_app(str(tiny_packed_bundle), threads=1, rows=2, pages=32)
+    body = {"model": name(api), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    with TestClient(app) as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    expected = complete(api, prompt=[5, 6, 7], max_tokens=4).choices[0].text
+    assert answer.json()["choices"][0]["text"] == expected
 
 
 def test_a_greedy_completion_takes_the_likeliest_tokens(
