@@ -8,7 +8,7 @@ BUNDLE := $(DEMO)/smollm2-135m-instruct
 # One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-fast test-long test-gpu lint format clean ci
+.PHONY: demo test test-fast test-long cpp cpp-test test-gpu lint format clean ci
 
 demo: $(VENV)/installed
 	rm -rf $(BUNDLE)
@@ -26,6 +26,14 @@ test-fast: $(VENV)/installed-dev
 # that LLAMA_EXPORT_TEST_FORMATS=pt2,aoti,onnx names.
 test-long: $(VENV)/installed-dev
 	$(PYTEST) -m long
+
+# The C++ runtime, and its tests against the Python one.
+cpp: $(VENV)/installed
+	cmake -S runtime/cpp -B build/cpp -DPython3_EXECUTABLE=$(abspath $(BIN)/python)
+	cmake --build build/cpp -j 2
+
+cpp-test: $(VENV)/installed-dev
+	$(PYTEST) tests/cpp
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu
