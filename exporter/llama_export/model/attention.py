@@ -239,7 +239,6 @@ class Paged:
         rows: the table's row of each token; None: token p has row p.
         table: page numbers [rows, Q].
         page_len: positions of a page.
-        is_fused: written as products and sums that a compiler fuses.
     """
 
     positions: Tensor
@@ -247,17 +246,17 @@ class Paged:
     rows: Tensor | None
     table: Tensor
     page_len: int
-    is_fused: bool
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
         assert state is not None
         keys, values = state
         write_rows(keys, k, *self._places)
         write_rows(values, v, *self._places)
-        if self.rows is None or self.is_fused:
-            table = self._own_pages
+        if self.rows is None:
+            table = self.table.long()
             return attend_pages(q, keys[table], values[table], self._visible)
-        # One product over the pages of all rows, under a mask that keeps the rows apart.
+        # One product over the pages of all rows, under a mask that keeps the rows apart: a prompt's
+        # tokens share their pages, and gathering them for each token costs far more.
         flat = self.table.flatten().long()
         k = keys[flat].transpose(0, 1).flatten(1, 2)[None]
         v = values[flat].transpose(0, 1).flatten(1, 2)[None]
@@ -267,11 +266,6 @@ class Paged:
     def _places(self) -> tuple[Tensor, Tensor]:
         """Page of each token, and place in the page."""
         return self.slots // self.page_len, self.slots % self.page_len
-
-    @cached_property
-    def _own_pages(self) -> Tensor:
-        """Pages of each token's row, [P, Q]."""
-        return (self.table if self.rows is None else self.table[self.rows.long()]).long()
 
     @cached_property
     def _visible(self) -> Tensor:

@@ -291,7 +291,7 @@ class Llama(nn.Module):
         states: Sequence[State],
     ) -> Tensor:
         """Logits [rows, V] at packed index last[r]; token p of [P] is kept at pool slot slots[p]."""
-        context = Paged(positions, slots, rows, table, _page_len(states), self.form.is_fused)
+        context = Paged(positions, slots, rows, table, _page_len(states))
         return self._head(self._hidden(tokens, context, states)[last.long()])
 
     def step_paged(
@@ -307,7 +307,7 @@ class Llama(nn.Module):
         states: Sequence[State],
     ) -> Tensor:
         """Logits [2 * rows, V]: `prefill_paged` and `decode_paged` in one call, prompts first."""
-        prompt = Paged(positions, slots, rows, table, _page_len(states), self.form.is_fused)
+        prompt = Paged(positions, slots, rows, table, _page_len(states))
         step = self._paged_step(step_positions, table, states)
         return self._mixed_step(
             tokens, last, step_tokens, Mixed(prompt, step, tokens.shape[0]), states
@@ -423,7 +423,7 @@ class Llama(nn.Module):
         slots = page * page_len + positions.clamp(min=0) % page_len
         # Idle rows, at position -1, write into page 0 and see one key, so that nothing is NaN.
         slots = torch.where(positions < 0, 0, slots)
-        return Paged(positions.clamp(min=0), slots, None, table, page_len, self.form.is_fused)
+        return Paged(positions.clamp(min=0), slots, None, table, page_len)
 
     def _num_keys(self, first: Tensor, num_new: int, capacity: int) -> Any:
         start = self._start(first, num_new, capacity)
