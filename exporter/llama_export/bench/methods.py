@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 PEERS = {
     "transformers": "the reference, eager",
     "transformers-compiled": "the same through torch.compile, with states of a fixed size",
-    "llama.cpp": "llama-cpp-python, on a GGUF file of the bundle's own weights",
 }
 """The engines a bundle can be compared with, and what each is."""
 
@@ -24,7 +23,6 @@ _MODULES = {
     "bundle": "bundle",
     "transformers": "transformers",
     "transformers-compiled": "transformers",
-    "llama.cpp": "llama_cpp",
 }
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +65,7 @@ class Remote(Protocol):
 
 
 class Process:
-    """A worker; closed at the end of a `with` block.
+    """A worker, until it is closed.
 
     Args:
         kind: `method`, `serve`, `machine` or `prepare`.
@@ -119,17 +118,6 @@ class Process:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _send(self, value: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
