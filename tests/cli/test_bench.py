@@ -74,7 +74,20 @@ def test_the_table_of_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(setting, "_STEP", {})
     result = invoke("bench", write_bundle(tmp_path / "b"), "--workload", "serve")
     row = result.stdout.splitlines()[1].split()
-    assert row[-12:] == "time 50.0 1.0 2.0 3.0 0.5 0.6 0.7 4 of 9 -".split()
+    assert row[-12:] == [
+        "time",
+        "50.0",
+        "1.0",
+        "2.0",
+        "3.0",
+        "0.5",
+        "0.6",
+        "0.7",
+        "4",
+        "of",
+        "9",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize(

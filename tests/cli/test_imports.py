@@ -39,6 +39,7 @@ main()
         ["sign", "--help"],
         ["report", "--help"],
         ["triton", "--help"],
+        ["bench", "--help"],
         ["entries"],
         ["inspect"],
         ["export-config"],

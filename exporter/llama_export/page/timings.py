@@ -20,7 +20,7 @@ class Latency:
     Attributes:
         ttft_ms: milliseconds to the first token: percentiles 50, 95 and 99.
         token_ms: milliseconds from one token to the next: percentiles 50, 95 and 99.
-        pages_peak: most pages of the pool that texts had at a time.
+        pages_peak: most pages of the pool that texts had after a step.
         pages_total: pages of the pool.
     """
 
