@@ -415,13 +415,23 @@ def test_serving_that_depends_on_others_is_refused(tmp_path: Path) -> None:
 
 TIMINGS = Timings(
     rows=(
-        Timing("aoti, 2 threads", 57.25, 101.5, 1.5, 412_000_000, "", (56.0, 58.5), (99.0, 103.5)),
+        Timing(
+            "aoti, 2 threads",
+            57.25,
+            101.5,
+            1.5,
+            412_000_000,
+            "",
+            (56.0, 58.5),
+            (99.0, 103.5),
+            roofline_share=0.25,
+        ),
         Timing("fake", latency=Latency((1.0, 2.0, 3.0), (0.5, 0.6, 0.7), 4, 9)),
     ),
     date="2026-03-01",
     versions={"torch": "2.13.0"},
     machine=MACHINE,
-    workload=Workload("decode", 512, 128, 5, step_bytes=270_000_000, prompt_flops=10**11),
+    workload=Workload("decode", 512, 128, 5, step_bytes=270_000_000, prompt_flops=270_000_000_000),
 )
 
 
@@ -434,11 +444,15 @@ def test_recorded_timings_are_read_back(tmp_path: Path) -> None:
 
 
 def test_points_of_the_roofline() -> None:
-    (point,) = plot.points(TIMINGS, step_flops=540_000_000)
-    assert (point.intensity, point.flop_s) == (2.0, 540_000_000 * 101.5)
-    prefill = dataclasses.replace(TIMINGS.workload, name="prefill")  # type: ignore[type-var]
-    (point,) = plot.points(dataclasses.replace(TIMINGS, workload=prefill), step_flops=1)
-    assert point.flop_s == pytest.approx(10**11 / 0.05725)
+    (point,) = plot.points(TIMINGS, step_flops=540_000_000, dtype="bf16")
+    assert (point.intensity, point.flop_s) == (2.0, 0.25 * 2.0 * 80e9)
+    assert point.label == "aoti, 2 threads: 25% of the limit"
+    assert TIMINGS.workload is not None
+    prefill = dataclasses.replace(TIMINGS.workload, name="prefill")
+    timings = dataclasses.replace(TIMINGS, workload=prefill)
+    for dtype, peak in (("bf16", 900e9), ("f32", 500e9)):
+        (point,) = plot.points(timings, step_flops=1, dtype=dtype)
+        assert (point.intensity, point.flop_s) == (1000.0, 0.25 * peak)
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -90,5 +90,5 @@ class Adapter(Protocol):
 def adapter(method: str) -> Adapter:
     """The module of a method; its engine is imported when it is opened."""
     module = importlib.import_module(f"llama_export.bench.peers.{_MODULES[method]}")
-    found: Adapter = module  # type: ignore[assignment]
+    found: Adapter = module
     return found

@@ -30,22 +30,31 @@ class Point:
     flop_s: float
 
 
-def points(timings: Timings, step_flops: int) -> list[Point]:
+def points(timings: Timings, *, step_flops: int, dtype: str) -> list[Point]:
     """A point for each method that has a figure of the workload.
 
-    A prompt reads the weights once, as a step does; `step_flops` are the operations of one step.
+    A prompt reads the weights once, as a step does.
+
+    Args:
+        timings: of `decode` or `prefill`.
+        step_flops: operations of one step.
+        dtype: the compute dtype, whose products limit a prompt.
     """
-    workload = timings.workload
-    if workload is None or not workload.step_bytes or not workload.prompt_flops:
+    workload, machine = timings.workload, timings.machine
+    if workload is None or machine is None or not workload.step_bytes:
         return []
+    peak = machine.f32_flop_s if dtype == "f32" else machine.bf16_flop_s
+    if workload.name == "decode":
+        intensity = step_flops / workload.step_bytes
+        limit = intensity * machine.read_bytes_s
+    else:
+        intensity = (workload.prompt_flops or 0) / workload.step_bytes
+        limit = peak
     found = []
     for row in timings.rows:
-        if workload.name == "decode" and row.decode_tok_s:
-            rate = step_flops * row.decode_tok_s
-            found.append(Point(row.method, step_flops / workload.step_bytes, rate))
-        elif workload.name == "prefill" and row.ttft_ms:
-            rate = workload.prompt_flops / (row.ttft_ms / 1000)
-            found.append(Point(row.method, workload.prompt_flops / workload.step_bytes, rate))
+        if row.roofline_share is not None:
+            label = f"{row.method}: {row.roofline_share:.0%} of the limit"
+            found.append(Point(label, intensity, row.roofline_share * limit))
     return found
 
 
@@ -57,7 +66,7 @@ def write_plot(timings: Timings, path: Path, *, step_flops: int, dtype: str) -> 
         InputError: the workload has no roofline (`load`, `serve`).
         BuildError: the file cannot be written.
     """
-    found = points(timings, step_flops)
+    found = points(timings, step_flops=step_flops, dtype=dtype)
     machine = timings.machine
     if not found or machine is None:
         raise InputError(
@@ -70,25 +79,17 @@ def write_plot(timings: Timings, path: Path, *, step_flops: int, dtype: str) -> 
 
     figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
     axes = figure.add_subplot()
-    peak = machine.f32_flop_s if dtype == "f32" else machine.bf16_flop_s
     _draw_roofs(axes, machine, found)
     for number, point in enumerate(found):
-        roof = min(point.intensity * machine.read_bytes_s, peak)
-        axes.plot(
-            point.intensity,
-            point.flop_s,
-            marker="o",
-            ls="",
-            color=f"C{number + 2}",
-            label=f"{point.label}: {point.flop_s / roof:.0%} of the limit",
-        )
+        color = f"C{number + 2}"
+        axes.plot(point.intensity, point.flop_s, "o", color=color, label=point.label)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte")
     axes.set_ylabel("operations per second")
     axes.set_title(
         f"{timings.workload.name if timings.workload else ''} on {machine.cpu}, "
-        f"{machine.threads} threads"
+        f"threads: {machine.threads}"
     )
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(loc="lower right")

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from llama_artifacts.errors import VerificationError
-from llama_artifacts.manifest import Format
+from llama_artifacts.manifest import Format, Manifest
 from llama_export.bench import figures, remote
 from llama_export.bench.figures import Cost, spread
 from llama_export.bench.machine import cpu_name
@@ -85,18 +85,13 @@ def measure(
         setting.threads,
         **{name: median(rate[name] for rate in rates) for name in rates[0]},
     )
-    cost = figures.cost(
-        setting.manifest,
-        setting.step,
-        setting.places,
-        prompt_len=setting.prompt_len,
-        new_tokens=setting.new_tokens,
-    )
     rows = [
-        replace(_row(setting, method, best, cost), notes=note, max_logit_difference=difference)
+        replace(_row(setting, method, best), notes=note, max_logit_difference=difference)
         for method, note, difference in zip(methods, notes, differences, strict=True)
     ]
-    return Timings(tuple(rows), today(), versions, best, workload(setting, cost))
+    return Timings(
+        tuple(rows), today(), versions, best, workload(setting, _cost(setting, setting.manifest))
+    )
 
 
 def today() -> str:
@@ -207,12 +202,21 @@ def _agreements(
                 hint="a figure of another text says nothing; check the bundle with "
                 "`llama-export verify --against transformers`",
             )
-        notes.append(f"tokens equal: {found}")
+        notes.append(f"tokens equal: {found}{_rows_note(setting, method)}")
         differences.append(float(np.abs(remote.logits(method.process, prompt) - own).max()))
     return notes, differences
 
 
-def _row(setting: Setting, method: _Method, machine: Machine, cost: Cost) -> Timing:
+def _is_peer(method: _Method) -> bool:
+    return method.setup.method != "bundle"
+
+
+def _rows_note(setting: Setting, method: _Method) -> str:
+    rows = setting.manifest.batch
+    return f"; one row, the bundle has {rows}" if rows > 1 and _is_peer(method) else ""
+
+
+def _row(setting: Setting, method: _Method, machine: Machine) -> Timing:
     loads = spread(method.loads)
     row = Timing(
         method=f"{method.label}, {setting.threads} thread{'s' if setting.threads > 1 else ''}",
@@ -227,7 +231,20 @@ def _row(setting: Setting, method: _Method, machine: Machine, cost: Cost) -> Tim
     if rates := [run.tok_s for run in method.runs if run.tok_s is not None]:
         rate = spread(rates)
         row = replace(row, decode_tok_s=rate.median, decode_tok_s_range=rate.range)
+    # A peer has one text, whatever number of rows the bundle was built for.
+    batch = 1 if _is_peer(method) else setting.manifest.batch
+    cost = _cost(setting, replace(setting.manifest, batch=batch))
     return replace(row, roofline_share=_share(setting, row, machine, cost))
+
+
+def _cost(setting: Setting, manifest: Manifest) -> Cost:
+    return figures.cost(
+        manifest,
+        setting.step,
+        setting.places,
+        prompt_len=setting.prompt_len,
+        new_tokens=setting.new_tokens,
+    )
 
 
 def _share(setting: Setting, row: Timing, machine: Machine, cost: Cost) -> float | None:

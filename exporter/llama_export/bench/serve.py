@@ -81,7 +81,9 @@ class Server:
         queue = deque(enumerate(prompts))
         tokens: list[list[int]] = [[] for _ in prompts]
         last: dict[int, float] = {}
-        ttft_ms, token_ms, pages_peak = [], [], 0
+        ttft_ms: list[float] = []
+        token_ms: list[float] = []
+        pages_peak = 0
         started = time.perf_counter()
         while queue or engine.has_work:
             while queue and len(last) < concurrency:

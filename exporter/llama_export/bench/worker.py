@@ -1,6 +1,6 @@
 """One method in a process of its own: JSON lines in on stdin, out on what was stdout.
 
-The first line says what to open; every further line is a call of a `_Calls` method. Whatever an
+The first line says what to open; every further line is a call of a method of what was opened. Whatever an
 engine prints goes to stderr.
 """
 
@@ -84,7 +84,8 @@ def open_calls(kind: str, values: Mapping[str, Any]) -> Any:
     """What a process of this kind can be asked."""
     if kind == "machine":
         return _MachineCalls(values["threads"])
-    setup = Setup(**{k: Path(v) if k in _PATHS and v else v for k, v in values.items()})
+    fields: dict[str, Any] = {k: Path(v) if k in _PATHS and v else v for k, v in values.items()}
+    setup = Setup(**fields)
     if kind == "serve":
         from llama_export.bench.serve import Server
 
