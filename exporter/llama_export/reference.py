@@ -6,6 +6,7 @@ bundle's `config.json`, rotary frequencies included. Needs `transformers`, which
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -180,9 +181,20 @@ def load_model(
     return model.eval(), is_own
 
 
-def static_cache(model: transformers.LlamaForCausalLM, max_len: int) -> Any:
-    """Keys and values of a fixed size for a model, so that a step can be compiled once."""
-    return _transformers().StaticCache(config=model.config, max_cache_len=max_len)
+def new_cache(model: transformers.LlamaForCausalLM, max_len: int | None) -> dict[str, Any]:
+    """Empty keys and values, as the argument by which a call of the model takes and fills them.
+
+    Args:
+        model: of `load_model`.
+        max_len: positions of a cache of a fixed size, whose step compiles once; None: it grows.
+    """
+    library = _transformers()
+    # Newer releases call the argument another name, and warn of the older one.
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
+    if max_len is None:
+        return {name: library.DynamicCache(config=model.config)}
+    return {name: library.StaticCache(config=model.config, max_cache_len=max_len)}
 
 
 def check(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_wrong_usage(words: list[str], message: str) -> None:
 def test_a_plot_without_its_library_is_refused_before_the_work(
     settings: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = invoke("bench", write_bundle(tmp_path / "b"), "--plot", "roof.png")
     assert result.exit_code == 1
     assert "pip install 'llama-export[bench]'" in result.stderr

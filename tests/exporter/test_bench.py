@@ -22,6 +22,8 @@ from llama_artifacts.errors import (
 from llama_artifacts.manifest import Manifest, Program
 from llama_export.bench import figures, plot, remote, rounds, serving, setting, worker
 from llama_export.bench.methods import Setup
+from llama_export.bench.peers import bundle as bundle_peer
+from llama_export.bench.peers import transformers as transformers_peer
 from llama_export.bench.record import record
 from llama_export.bench.serve import Server
 from llama_export.bench.setting import Setting, make_setting
@@ -300,6 +302,22 @@ def test_the_bundle_in_a_process(tiny_bundle: Path, tmp_path: Path) -> None:
         assert process.call("describe")["label"] == "pt2"
     finally:
         process.close()
+
+
+@pytest.mark.slow
+def test_transformers_says_what_the_bundle_says(tiny_bundle: Path, tmp_path: Path) -> None:
+    setup = Setup("transformers", tiny_bundle, tmp_path, 1, 16)
+    own = bundle_peer.open(dataclasses.replace(setup, method="bundle", format="pt2"))
+    peer = transformers_peer.open(setup)
+    assert [*peer.generate((5, 6, 7), 8)] == [*own.generate((5, 6, 7), 8)]
+    torch.testing.assert_close(peer.logits((5, 6)), own.logits((5, 6)), rtol=0, atol=1e-4)
+
+
+def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(transformers_peer, "version", lambda name: None)
+    with pytest.raises(CompatibilityError, match="`transformers`, which is not installed") as got:
+        transformers_peer.prepare(Setup("transformers", tmp_path, tmp_path, 1, 8))
+    assert got.value.hint == "pip install transformers"
 
 
 # Serving, with an engine that is none

@@ -11,7 +11,7 @@ from llama_artifacts.bundle import open_bundle
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CompatibilityError
 from llama_export.bench.methods import Setup
-from llama_export.reference import CONFIG_NAME, load_model, static_cache
+from llama_export.reference import CONFIG_NAME, load_model, new_cache
 from llama_runtime.machine import version
 from llama_runtime.places import find_weights
 
@@ -59,10 +59,10 @@ class Method:
 
     def generate(self, prompt: Sequence[int], num_new: int) -> Iterator[int]:
         """Greedy tokens."""
-        cache = static_cache(self._model, self._positions) if self._is_compiled else None
+        cache = new_cache(self._model, self._positions if self._is_compiled else None)
         tokens, position = torch.tensor([prompt]), 0
         for _ in range(num_new):
-            logits, cache = self._step(tokens, position, cache)
+            logits = self._step(tokens, position, cache)
             position += tokens.shape[1]
             tokens = logits[:, -1].argmax(-1, keepdim=True)
             yield int(tokens)
@@ -73,14 +73,10 @@ class Method:
             output = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=1)
         return output.logits[0, -1].float()
 
-    def _step(self, tokens: torch.Tensor, position: int, cache: Any) -> tuple[torch.Tensor, Any]:
+    def _step(self, tokens: torch.Tensor, position: int, cache: dict[str, Any]) -> torch.Tensor:
         positions = torch.arange(position, position + tokens.shape[1])
         with torch.no_grad():
             output = self._forward(
-                tokens,
-                past_key_values=cache,
-                position_ids=positions[None],
-                use_cache=True,
-                logits_to_keep=1,
+                tokens, position_ids=positions[None], use_cache=True, logits_to_keep=1, **cache
             )
-        return output.logits, output.past_key_values
+        return output.logits
