@@ -8,13 +8,19 @@ BUNDLE := $(DEMO)/smollm2-135m-instruct
 # One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-fast test-long cpp cpp-test test-gpu lint format clean ci
+.PHONY: demo bench test test-fast test-long cpp cpp-test test-gpu lint format clean ci
 
 demo: $(VENV)/installed
 	rm -rf $(BUNDLE)
 	$(BIN)/llama-export build "$$($(BIN)/python tests/models.py $(DEMO))" -o $(BUNDLE)
 	$(BIN)/llama-export verify $(BUNDLE)
 	$(BIN)/llama-export run $(BUNDLE) -p "Why is the sky blue?" --max-new 64 --stats
+
+# `make bench` after `make demo`; of another bundle: `make bench BUNDLE=folder`.
+bench: $(VENV)/installed-dev
+	$(BIN)/llama-export bench $(BUNDLE) --compare transformers --compare transformers-compiled
+	$(BIN)/llama-export bench $(BUNDLE) --workload prefill --compare transformers
+	$(BIN)/llama-export bench $(BUNDLE) --workload load --compare transformers
 
 test: $(VENV)/installed-dev
 	$(PYTEST)

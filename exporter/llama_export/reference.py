@@ -6,6 +6,7 @@ bundle's `config.json`, rotary frequencies included. Needs `transformers`, which
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -95,20 +96,8 @@ class Reference:
             ManifestError, IntegrityError: the bundle is damaged, or its weights are not those of
                 the network.
         """
-        reporter = reporter or Reporter()
-        bundle = open_bundle(folder)
-        places = find_weights(bundle, weights_dir=weights_dir)
-        library = _transformers()
-        weights = _floats(bundle, bundle_weights(bundle.manifest, places))
-        inv_freq = weights.pop(INV_FREQ, None)
-        if inv_freq is None:
-            raise IntegrityError(f"the weights lack `{INV_FREQ}`", where=folder)
-        network, is_own = _network(bundle, reporter)
-        model = _build(library, network, bundle)
-        _assign(model, weights, bundle)
-        if not is_own:
-            model.model.rotary_emb.inv_freq = inv_freq
-        return cls(model.eval(), has_own_inv_freq=is_own)
+        model, is_own = load_model(folder, reporter=reporter, weights_dir=weights_dir)
+        return cls(model, has_own_inv_freq=is_own)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """The stream [B, S, H] after the final norm of whole sequences [B, S]."""
@@ -157,6 +146,57 @@ class ReferenceOracle(Oracle):
         return self._reference.hidden(self.tokens)
 
 
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "eager",
+    reporter: Reporter | None = None,
+    weights_dir: Path | None = None,
+) -> tuple[transformers.LlamaForCausalLM, bool]:
+    """The network of `transformers` over a bundle's weights; arguments and errors as `Reference.load`.
+
+    Args:
+        folder: the bundle.
+        dtype: of weights and arithmetic; rotary frequencies stay in float32.
+        attention: the implementation that `transformers` is asked for, such as `sdpa`.
+        reporter: told about assumptions.
+        weights_dir: the checkpoint's folder.
+
+    Returns:
+        The model, and whether it computed the rotary frequencies itself.
+    """
+    bundle = open_bundle(folder)
+    places = find_weights(bundle, weights_dir=weights_dir)
+    library = _transformers()
+    weights = _weights(bundle, bundle_weights(bundle.manifest, places), dtype)
+    inv_freq = weights.pop(INV_FREQ, None)
+    if inv_freq is None:
+        raise IntegrityError(f"the weights lack `{INV_FREQ}`", where=folder)
+    network, is_own = _network(bundle, reporter or Reporter())
+    model = _build(library, network, bundle, attention)
+    _assign(model, weights, bundle)
+    if not is_own:
+        model.model.rotary_emb.inv_freq = inv_freq.float()
+    return model.eval(), is_own
+
+
+def new_cache(model: transformers.LlamaForCausalLM, max_len: int | None) -> dict[str, Any]:
+    """Empty keys and values, as the argument by which a call of the model takes and fills them.
+
+    Args:
+        model: of `load_model`.
+        max_len: positions of a cache of a fixed size, whose step compiles once; None: it grows.
+    """
+    library = _transformers()
+    # Newer releases call the argument another name, and warn of the older one.
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
+    if max_len is None:
+        return {name: library.DynamicCache(config=model.config)}
+    return {name: library.StaticCache(config=model.config, max_cache_len=max_len)}
+
+
 def check(
     folder: Path,
     reference: Reference,
@@ -202,17 +242,19 @@ def _transformers() -> Any:
     return transformers
 
 
-def _floats(bundle: Bundle, mapped: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every weight in float32; 8-bit codes times their scales, which are no weights themselves."""
+def _weights(
+    bundle: Bundle, mapped: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Every weight in a dtype; 8-bit codes times their scales, which are no weights themselves."""
     stored = network_weights(mapped, bundle.manifest)
     weights = {}
     for name, tensor in stored.items():
         if tensor.dtype == torch.float8_e4m3fn:
             if name + SCALE not in stored:
                 raise IntegrityError(f"the weights lack `{name}{SCALE}`", where=bundle.folder)
-            weights[name] = tensor.float() * stored[name + SCALE].float()
+            weights[name] = (tensor.float() * stored[name + SCALE].float()).to(dtype)
         elif stored.get(name.removesuffix(SCALE), tensor).dtype != torch.float8_e4m3fn:
-            weights[name] = tensor.float()
+            weights[name] = tensor if name == INV_FREQ else tensor.to(dtype)
     return weights
 
 
@@ -266,12 +308,14 @@ def _rope_kind(network: Mapping[str, Any]) -> object:
     return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
-def _build(library: Any, network: dict[str, Any], bundle: Bundle) -> transformers.LlamaForCausalLM:
+def _build(
+    library: Any, network: dict[str, Any], bundle: Bundle, attention: str
+) -> transformers.LlamaForCausalLM:
     """The network without weights; only its rotary frequencies have values."""
     try:
         # Its own default ids would end a generation.
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        config = library.LlamaConfig(**network, **ids, attn_implementation="eager")
+        config = library.LlamaConfig(**network, **ids, attn_implementation=attention)
         with torch.device("meta"):
             model = library.LlamaForCausalLM(config)
         rotary = type(model.model.rotary_emb)

@@ -40,6 +40,7 @@ main()
         ["report", "--help"],
         ["serve", "--help"],
         ["triton", "--help"],
+        ["bench", "--help"],
         ["entries"],
         ["inspect"],
         ["export-config"],

@@ -40,6 +40,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Prove": {
         "verify": "Check that a bundle computes what it must.",
         "perplexity": "Measure how well bundles predict a text.",
+        "bench": "Measure how fast a bundle runs.",
     },
     "Ship": {
         "sign": "Sign a bundle.",

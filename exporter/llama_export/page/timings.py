@@ -1,8 +1,8 @@
-"""The timings that a bundle carries, if it was timed."""
+"""The timings that a bundle carries, if it was timed: the one schema of `bench.json`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llama_artifacts.bundle import Bundle, check_digest
 from llama_artifacts.codec import decode
@@ -14,16 +14,44 @@ MAX_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
+class Latency:
+    """How long requests waited that shared an engine.
+
+    Attributes:
+        ttft_ms: milliseconds to the first token: percentiles 50, 95 and 99.
+        token_ms: milliseconds from one token to the next: percentiles 50, 95 and 99.
+        pages_peak: most pages of the pool that texts had after a step.
+        pages_total: pages of the pool.
+    """
+
+    ttft_ms: tuple[float, ...]
+    token_ms: tuple[float, ...]
+    pages_peak: int
+    pages_total: int
+
+
+@dataclass(frozen=True)
 class Timing:
-    """One way to run the model.
+    """One way to run the model; figures are medians over the runs.
 
     Attributes:
         method: what ran, such as `aoti, 2 threads`.
         ttft_ms: milliseconds to the first token.
-        decode_tok_s: tokens per second after it.
-        load_s: seconds until the first call could be made.
+        decode_tok_s: tokens per second after it; of all requests together where they share an
+            engine.
+        load_s: seconds until the first call could be made; of `llama-export bench`, from the start
+            of the process to its first token.
         peak_memory_bytes: most memory of the process.
         notes: anything else.
+        ttft_ms_range: quartiles (25th, 75th percentile) of `ttft_ms` over the runs.
+        decode_tok_s_range: those of `decode_tok_s`.
+        load_s_range: those of `load_s`.
+        disk_bytes: size of the files that it needs: weights, programs, tokenizer.
+        roofline_share: the rate reached, as a share of what the machine's read bandwidth (decode)
+            or matrix products (prefill) allow.
+        max_logit_difference: largest difference of a logit after the prompt from the first
+            method's.
+        latency: where requests shared an engine.
     """
 
     method: str
@@ -32,18 +60,83 @@ class Timing:
     load_s: float | None = None
     peak_memory_bytes: int | None = None
     notes: str = ""
+    ttft_ms_range: tuple[float, ...] = ()
+    decode_tok_s_range: tuple[float, ...] = ()
+    load_s_range: tuple[float, ...] = ()
+    disk_bytes: int | None = None
+    roofline_share: float | None = None
+    max_logit_difference: float | None = None
+    latency: Latency | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, str) and value is not None and value < 0:
+            if isinstance(value, (int, float)) and value < 0:
                 raise ValueError(f"expected `{name}` of at least 0, got {value}")
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What ran it, and the rates that it reached between the runs (medians).
+
+    Attributes:
+        cpu: the processor's name.
+        threads: CPU threads that each method had.
+        read_bytes_s: bytes per second of a sum over memory that no cache holds.
+        bf16_flop_s: floating point operations per second of a large matrix product.
+        f32_flop_s: the same in float32.
+    """
+
+    cpu: str
+    threads: int
+    read_bytes_s: float
+    bf16_flop_s: float
+    f32_flop_s: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every method had to do.
+
+    Attributes:
+        name: `decode`, `prefill`, `load` or `serve`.
+        prompt_len: tokens of the prompt; the most that a prompt has where lengths are random.
+        new_tokens: tokens after it.
+        runs: how often each method did it.
+        rows: texts side by side in one call; 1 where requests come one by one.
+        requests: how many there were; 0 where the workload is one text.
+        concurrency: most requests in flight.
+        step_bytes: bytes that one step must read: weights and the positions in use.
+        prompt_flops: floating point operations of the prompt.
+    """
+
+    name: str
+    prompt_len: int
+    new_tokens: int
+    runs: int
+    rows: int = 1
+    requests: int = 0
+    concurrency: int = 1
+    step_bytes: int | None = None
+    prompt_flops: int | None = None
+
+
+@dataclass(frozen=True)
 class Timings:
-    """All rows, in the order in which they were measured."""
+    """All rows, in the order in which they were measured, and how.
+
+    Attributes:
+        rows: one for each method.
+        date: of the measurement, UTC, such as `2026-03-01`.
+        versions: of what ran, by package.
+        machine: where it ran.
+        workload: what was done.
+    """
 
     rows: tuple[Timing, ...]
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: Machine | None = None
+    workload: Workload | None = None
 
 
 def read_timings(bundle: Bundle) -> tuple[Timing, ...]:

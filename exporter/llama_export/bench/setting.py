@@ -1,0 +1,150 @@
+"""What is to be measured, checked against the bundle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llama_artifacts.bundle import Bundle, open_bundle
+from llama_artifacts.errors import CompatibilityError, InputError
+from llama_artifacts.manifest import Format, Manifest, Program
+from llama_runtime.places import find_weights
+
+WorkloadName = Literal["decode", "prefill", "load", "serve"]
+SEED = 20
+PROMPT_LEN = {"decode": 512, "prefill": 512, "load": 16, "serve": 128}
+NEW_TOKENS = {"decode": 128, "prefill": 1, "load": 1, "serve": 32}
+"""Of the workloads where nobody says otherwise and the bundle has the room."""
+
+_STEP = {"serve": "decode_paged"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement.
+
+    Attributes:
+        bundle: opened, without its programs.
+        places: where each of its weights files is.
+        name: of the workload.
+        step: the program of a decode step.
+        prompt_len: tokens of the prompt; the most of a prompt of `serve`.
+        new_tokens: tokens after it.
+        runs: how often each method does it.
+        threads: CPU threads of each method.
+        formats: of the bundle; None stands for the best that fits.
+        peers: names of `methods.PEERS`.
+        requests: of `serve`.
+        concurrency: of `serve`.
+        weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
+    """
+
+    bundle: Bundle
+    places: Mapping[str, Path]
+    name: WorkloadName
+    step: Program
+    prompt_len: int
+    new_tokens: int
+    runs: int
+    threads: int
+    formats: tuple[Format | None, ...] = (None,)
+    peers: tuple[str, ...] = ()
+    requests: int = 0
+    concurrency: int = 1
+    weights_dir: Path | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.bundle.manifest
+
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids, the same every time; no stop token, since a text would end there."""
+        return self._tokens(random.Random(SEED), self.prompt_len)
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """A prompt for each request, of a random length from a quarter of `prompt_len` up."""
+        source = random.Random(SEED)
+        shortest = max(1, self.prompt_len // 4)
+        lengths = [source.randint(shortest, self.prompt_len) for _ in range(self.requests)]
+        return [self._tokens(source, length) for length in lengths]
+
+    def _tokens(self, source: random.Random, count: int) -> tuple[int, ...]:
+        stops = set(self.manifest.stop_tokens)
+        known = [token for token in range(self.manifest.model.vocab_size) if token not in stops]
+        return tuple(source.choices(known, k=count))
+
+
+def make_setting(
+    folder: Path,
+    name: WorkloadName,
+    *,
+    runs: int,
+    threads: int,
+    prompt_len: int | None = None,
+    new_tokens: int | None = None,
+    formats: tuple[Format, ...] = (),
+    peers: tuple[str, ...] = (),
+    requests: int = 0,
+    concurrency: int = 1,
+    weights_dir: Path | None = None,
+) -> Setting:
+    """Opens a bundle and fills in what was not said.
+
+    Raises:
+        ManifestError, IntegrityError: the bundle is damaged.
+        CompatibilityError: it lacks the entries of the workload, or a format that was named.
+        InputError: prompt and new tokens need more positions than it has.
+    """
+    bundle = open_bundle(folder)
+    places = find_weights(bundle, weights_dir=weights_dir)
+    prompt_len, new_tokens = _lengths(bundle.manifest, name, prompt_len, new_tokens)
+    return Setting(
+        bundle=bundle,
+        places=places,
+        name=name,
+        step=_step(bundle, name),
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        runs=runs,
+        threads=threads,
+        formats=formats or (None,),
+        peers=peers,
+        requests=requests if name == "serve" else 0,
+        concurrency=concurrency if name == "serve" else 1,
+        weights_dir=weights_dir,
+    )
+
+
+def _step(bundle: Bundle, name: WorkloadName) -> Program:
+    entry = _STEP.get(name, "decode")
+    for program in bundle.manifest.programs:
+        if program.entry == entry and not program.variant:
+            return program
+    raise CompatibilityError(
+        f"expected the entry `{entry}` for the workload {name}, the bundle has none",
+        where=bundle.folder,
+        hint=f"build it with --entry {'serving' if entry == 'decode_paged' else 'decode'}",
+    )
+
+
+def _lengths(
+    manifest: Manifest, name: WorkloadName, prompt_len: int | None, new_tokens: int | None
+) -> tuple[int, int]:
+    """What was asked for; else the usual, halved to what there is room for."""
+    capacity = manifest.max_seq - 1  # the last position is scratch
+    wanted = NEW_TOKENS[name] if new_tokens is None else new_tokens
+    if prompt_len is None:
+        prompt_len = max(1, min(PROMPT_LEN[name], (capacity + 1) // 2))
+    if new_tokens is None:
+        wanted = max(1, min(wanted, capacity - prompt_len + 1))
+    # The last new token needs no position of its own.
+    if prompt_len + wanted - 1 > capacity:
+        raise InputError(
+            f"expected at most {capacity} positions, got {prompt_len} + {wanted - 1}",
+            where="prompt-len, new-tokens",
+            hint="measure fewer tokens, or build with a larger --max-seq",
+        )
+    return prompt_len, wanted
