@@ -41,6 +41,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["LLAMA_EXPORT_CACHE"] = str(shared_folder(tmp_path_factory) / "cache")
 
 
+@pytest.fixture(autouse=True)
+def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that other tests import set the width of a terminal that is not there."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama in float32 with grouped heads and a tokenizer."""

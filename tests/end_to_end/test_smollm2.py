@@ -25,7 +25,7 @@ from llama_artifacts import manifest as manifests
 from llama_artifacts.safetensors import read_header
 from llama_export.model.llama import RMSNorm
 from llama_export.model.rope import rotations
-from tests.end_to_end.conftest import BUNDLES
+from tests.end_to_end.conftest import BUNDLES, LONG_BUNDLES
 from tests.end_to_end.oracle import NUM_PARAMETERS, Oracle, load_tokenizer
 from tests.end_to_end.texts import KNOWN_IDS, TEXT
 
@@ -41,7 +41,10 @@ MAX_NEW = 64
 QUESTION = "Why is the sky blue?"
 
 
-F32 = [("f32", "pt2"), ("f32", "onnx"), pytest.param("f32-aoti", "aoti", marks=pytest.mark.long)]
+F32 = [
+    ("f32", "onnx"),
+    *(pytest.param(f"f32-{name}", name, marks=pytest.mark.long) for name in ("pt2", "aoti")),
+]
 BF16 = [("bf16", "aoti"), pytest.param("bf16-pt2", "pt2", marks=pytest.mark.long)]
 
 
@@ -137,14 +140,15 @@ def test_chat_equals_that_of_transformers(
 # Float32: the same logits and the same text.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_f32_forward_logits(
-    smollm2_f32: Path,
+    bundle_named: Callable[[str], Path],
     format: manifests.Format,
     text_tokens: list[int],
     logits_f32: torch.Tensor,
 ) -> None:
-    forward = llama_runtime.load(smollm2_f32, format=format).entry("forward")
+    forward = llama_runtime.load(bundle_named("f32-forward"), format=format).entry("forward")
     difference = float((forward(tokens=[text_tokens])[0] - logits_f32).abs().max())
     _LOG.info("largest difference %.2e", difference)
     assert difference <= 2e-4
@@ -280,7 +284,7 @@ def test_bundle_holds_the_weights_once(smollm2_bundles: dict[str, Path], name: s
     assert all((folder / p.file).stat().st_size < 2 * MIB for p in manifest.programs)
 
 
-@pytest.mark.parametrize("entry", ["decode", "forward"])
+@pytest.mark.parametrize("entry", ["decode", "prefill"])
 def test_onnx_initializers_lie_in_the_weights_file(smollm2_f32: Path, entry: str) -> None:
     folder = smollm2_f32
     model = onnx.load(folder / f"{entry}.onnx", load_external_data=False)
@@ -372,7 +376,7 @@ def test_run_streams(smollm2_bf16: Path) -> None:
 def test_inspect_lists_every_program(cli: CLI, smollm2_f32: Path) -> None:
     done = cli("inspect", smollm2_f32, "--json")
     programs = json.loads(done.stdout)["programs"]
-    expected = {(e, f) for e in ("prefill", "decode", "forward") for f in ("pt2", "onnx")}
+    expected = {("prefill", "onnx"), ("decode", "onnx")}
     assert {(program["entry"], program["format"]) for program in programs} == expected
     assert {program["dtype"] for program in programs} == {"f32"}
 
@@ -381,9 +385,8 @@ def test_inspect_lists_every_program(cli: CLI, smollm2_f32: Path) -> None:
     ("name", "laws"),
     [
         ("bf16", ()),
-        ("f32", ("--law", "parity", "--law", "formats")),
-        pytest.param("f32-aoti", (), marks=pytest.mark.long),
-        pytest.param("bf16-pt2", (), marks=pytest.mark.long),
+        ("f32", ()),
+        *(pytest.param(name, (), marks=pytest.mark.long) for name in LONG_BUNDLES),
     ],
 )
 def test_verify_passes(

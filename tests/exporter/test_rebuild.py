@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(checkpoint: Path, output: Path | None = None, max_seq: int = 32) -> Recipe:
-    return Recipe(str(checkpoint), output, ("next_token",), ("pt2", "onnx"), max_seq=max_seq)
+    return Recipe(str(checkpoint), output, ("next_token",), ("pt2",), max_seq=max_seq)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_other_weights_and_sizes_are_named(bundle: Path, checkpoint: Path, tmp_p
 
 
 def test_a_damaged_bundle_is_no_measure(bundle: Path, checkpoint: Path) -> None:
-    (bundle / "next_token.onnx").write_bytes(b"")
+    (bundle / "next_token.pt2").write_bytes(b"")
     with pytest.raises(IntegrityError):
         differences(recipe(checkpoint), bundle)
 
@@ -80,7 +80,7 @@ def test_another_process_in_another_folder_gives_the_same_bytes(
 ) -> None:
     """Nothing is shared: other folders for temporary files, an empty cache of the compiler."""
     moved = shutil.copytree(tiny_checkpoint, tmp_path / "elsewhere" / tiny_checkpoint.name)
-    scratch = tmp_path / "a longer name for temporary files"
+    scratch = tmp_path / "a-longer-name-for-temporary-files"
     scratch.mkdir()
     changes = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
     words = ["build", moved, "-o", tmp_path / "again", "--entry", "decode", "--no-cache", "-j", "1"]

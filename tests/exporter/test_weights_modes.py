@@ -240,7 +240,7 @@ def test_a_dtype_that_converts_needs_a_copy(checkpoint: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("mode", ["link", "reference"])
 def test_a_gguf_file_needs_a_copy(tmp_path: Path, mode: Any) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf")
+    path = write_tiny_gguf(tmp_path, write_tiny(tmp_path / "m"))
     with pytest.raises(ChoiceError, match="has to be converted"):
         made(path, tmp_path / "b", weights=mode)
 

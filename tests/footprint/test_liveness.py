@@ -141,6 +141,7 @@ def test_the_peak_is_that_of_the_running_program(entry: str) -> None:
     compare(entry, 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["prefill", "generate<8>"])
 def test_few_layers_tell_of_many(entry: str) -> None:

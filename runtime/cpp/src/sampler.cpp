@@ -15,7 +15,7 @@ namespace llama_runtime {
 namespace {
 
 constexpr double kMaxTemperature = 1e30;  // beyond it all tokens are equally likely anyway
-constexpr int64_t kNumLikely = 1024;      // top_p seldom needs more tokens than these
+constexpr int64_t kNumLikely[] = {64, 1024};  // top_p seldom needs more tokens than these
 constexpr uint64_t kRowStride = 0x9E3779B97F4A7C15;  // spreads the seeds of the rows
 
 struct Candidates {
@@ -32,8 +32,10 @@ void check(bool is_good, const char* where, const char* expected, double got) {
 
 // Sorting all tokens costs far more than the likeliest of them, which mostly suffice.
 Candidates best_first(const at::Tensor& probs, double top_p) {
-  const auto [best, tokens] = probs.topk(std::min(kNumLikely, probs.numel()));
-  if (best.to(at::kDouble).sum().item<double>() >= top_p) return {best, tokens};
+  for (const int64_t count : kNumLikely) {
+    const auto [best, tokens] = probs.topk(std::min(count, probs.numel()));
+    if (best.to(at::kDouble).sum().item<double>() >= top_p) return {best, tokens};
+  }
   const auto [sorted, order] = probs.sort(/*stable=*/true, /*dim=*/-1, /*descending=*/true);
   return {sorted, order};
 }

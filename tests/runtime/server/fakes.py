@@ -43,6 +43,7 @@ class FakeEngine:
         self._num_generated = 0
         self._steps_left = math.inf
         self._allowed = threading.Condition()
+        self.is_waiting = False
 
     def hold(self) -> None:
         """Lets the next step wait until `release`."""
@@ -71,8 +72,10 @@ class FakeEngine:
 
     def step(self) -> list[Output]:
         with self._allowed:
+            self.is_waiting = self._steps_left <= 0
             assert self._allowed.wait_for(lambda: self._steps_left > 0, 30)
             self._steps_left -= 1
+            self.is_waiting = False
         self.num_steps += 1
         if self.fault is not None:
             fault, self.fault = self.fault, None

@@ -59,7 +59,9 @@ def test_requests_run_side_by_side(engine: FakeEngine) -> None:
         async with started(engine) as worker:
             calls = [await worker.submit([request(str(number))]) for number in range(4)]
             assert await asyncio.gather(*map(tokens, calls)) == [[7, 8, 9]] * 4
-            assert worker.stats.num_running == 0
+            async with asyncio.timeout(10):  # the worker tells once the step has ended
+                while worker.stats.num_running:
+                    await asyncio.sleep(0.001)
 
     asyncio.run(test())
 
@@ -114,6 +116,9 @@ def test_whoever_gives_up_while_it_is_handed_over_leaves_nothing(engine: FakeEng
         async with started(engine) as worker:
             engine.hold()
             await worker.submit([request("a")])
+            async with asyncio.timeout(10):
+                while not engine.is_waiting:
+                    await asyncio.sleep(0.001)
             task = asyncio.ensure_future(worker.submit([request("b")]))
             await asyncio.sleep(0.01)
             task.cancel()
