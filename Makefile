@@ -39,7 +39,7 @@ cpp: $(VENV)/installed
 	cmake --build build/cpp -j 2
 
 cpp-test: $(VENV)/installed-dev
-	$(PYTEST) tests/cpp
+	$(PYTEST) tests/cpp -m "long or not long"
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu

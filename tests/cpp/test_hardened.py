@@ -12,7 +12,7 @@ from tests.artifacts.test_malformed import TABLE
 from tests.cpp.building import SOURCE, configure
 from tests.cpp.test_format import complaints, wrong_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SECONDS = int(os.environ.get("LLAMA_RUNTIME_FUZZ_SECONDS", "10"))
 

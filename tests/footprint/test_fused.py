@@ -37,7 +37,9 @@ def test_a_turn_of_a_loop_has_what_the_turn_before_gave() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["decode_paged", "generate<8>"])
+@pytest.mark.parametrize(
+    "entry", ["decode_paged", pytest.param("generate<8>", marks=pytest.mark.long)]
+)
 def test_fused_loops_keep_less_than_single_operators(entry: str) -> None:
     network = tiny_network()
     spec, asked = tiny_call(network, entry, batch=8, length=64)
