@@ -18,7 +18,8 @@ def find_weights(bundle: Bundle, *, weights_dir: Path | None = None) -> dict[str
     """The path of each weights file of a bundle, by name.
 
     Files that the bundle refers to are taken from `weights_dir`; without one from the hub's local
-    cache, and what is not there is downloaded. A partial download is resumed. Each such file is
+    cache, and what is not there is downloaded. A connection that breaks is taken up again as
+    `huggingface_hub` does, which may begin a file anew in another process. Each such file is
     hashed when it is first met, and again when its place, size or time of change are others.
 
     Args:
