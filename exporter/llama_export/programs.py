@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Program
 from llama_export.blueprint import Blueprint, Draft
 from llama_export.cache import ProgramCache
@@ -62,11 +63,11 @@ class Maker:
             return None
         with known_failures(_step(draft), self._place.folder):
             started = time.perf_counter()
-            job, dtype = self._job(draft)
+            job = self.job(draft)
             lowered = self._cache.take(draft.format, job, self._place)
             if lowered is None:
                 return None
-            return self._made(draft, job, dtype, lowered, time.perf_counter() - started, True)
+            return self._made(draft, job, lowered, time.perf_counter() - started, True)
 
     def make(self, draft: Draft) -> Made:
         """Traces and lowers one program into the folder, and keeps it in the cache.
@@ -76,18 +77,28 @@ class Maker:
         """
         with known_failures(_step(draft), self._place.folder):
             started = time.perf_counter()
-            job, dtype = self._job(draft)
+            job = self.job(draft)
             if self._cache is None:
                 lowered = backend(draft.format).lower(job, self._place)
             else:
                 lowered = self._cache.lower(draft.format, job, self._place)
-            return self._made(draft, job, dtype, lowered, time.perf_counter() - started, False)
+            return self._made(draft, job, lowered, time.perf_counter() - started, False)
+
+    def job(self, draft: Draft) -> Job:
+        """What is to be traced for a program."""
+        sizes, place = self._blueprint.sizes, self._place
+        lowering = backend(draft.format)
+        dtype = lowering.compute_dtype(sizes.dtype, place)
+        variant = {} if draft.variant is None else dict(draft.variant.sizes)
+        signature = draft.spec.signature(replace(sizes, dtype=dtype), variant)
+        form = lowering.formulation(torch_dtype(dtype), place)
+        tensors = self._blueprint.plan.tensors
+        return Job(sizes.config, draft.spec, draft.stem, signature, form, tensors)
 
     def _made(
         self,
         draft: Draft,
         job: Job,
-        dtype: str,
         lowered: Lowered,
         seconds: float,
         is_cached: bool,
@@ -97,7 +108,7 @@ class Maker:
             entry=draft.spec.name,
             format=draft.format,
             file=lowered.file,
-            dtype=dtype,
+            dtype=from_torch(job.form.dtype).name,
             target=lowered.target,
             signature=job.signature,
             constants=lowered.constants,
@@ -107,17 +118,6 @@ class Maker:
         )
         num_bytes = (self._place.folder / lowered.file).stat().st_size
         return Made(program, draft.label, seconds, num_bytes, is_cached)
-
-    def _job(self, draft: Draft) -> tuple[Job, str]:
-        """What is to be traced, and its compute dtype."""
-        sizes, place = self._blueprint.sizes, self._place
-        lowering = backend(draft.format)
-        dtype = lowering.compute_dtype(sizes.dtype, place)
-        variant = {} if draft.variant is None else dict(draft.variant.sizes)
-        signature = draft.spec.signature(replace(sizes, dtype=dtype), variant)
-        form = lowering.formulation(torch_dtype(dtype), place)
-        tensors = self._blueprint.plan.tensors
-        return Job(sizes.config, draft.spec, draft.stem, signature, form, tensors), dtype
 
 
 def _step(draft: Draft) -> str:

@@ -61,6 +61,21 @@ def as_kind(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(new, requires_grad=False) if is_parameter else new
 
 
+@contextlib.contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """Graphs made in the block do not say which lines of Python made them.
+
+    That takes a fifth of the time of tracing and of lowering, half of a saved program, and tells of
+    the build machine.
+    """
+    before = fx_config.do_not_emit_stack_traces
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
+
+
 def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
     """Exports one entry.
 
@@ -73,7 +88,7 @@ def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
         BuildError: the graph is not what the signature declares.
     """
     sizes = _example_sizes(job.signature)
-    with FakeTensorMode(), torch.no_grad(), _without_stack_traces():
+    with FakeTensorMode(), torch.no_grad(), without_stack_traces():
         module = _module(job, returns_states)
         args, dynamic = _arguments(job.signature, sizes)
         try:
@@ -83,17 +98,6 @@ def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
             raise _fault(job, f"torch.export refuses it: {(*lines, 'no reason')[0]}") from cause
     _ensure(program, job, returns_states=returns_states)
     return program
-
-
-@contextlib.contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """They take a fifth of the time, half of a saved program, and tell of the build machine."""
-    before = fx_config.do_not_emit_stack_traces
-    fx_config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        fx_config.do_not_emit_stack_traces = before
 
 
 def _module(job: Job, returns_states: bool) -> torch.nn.Module:

@@ -30,7 +30,7 @@ from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capab
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.lower.file_names import without_file_names
 from llama_export.model.llama import INV_FREQ, Formulation
-from llama_export.trace import Job, as_kind, torch_dtype, trace
+from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
 
 # Up to so many rows, multiply and reduce beats a library product over the stored weight.
@@ -88,7 +88,13 @@ class AotiBackend:
             program = move_to_device_pass(program, "cuda")
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with inductor_config.patch(options), _quiet(), vector_bitcasts(), without_file_names():
+        with (
+            inductor_config.patch(options),
+            _quiet(),
+            vector_bitcasts(),
+            without_file_names(),
+            without_stack_traces(),
+        ):
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())

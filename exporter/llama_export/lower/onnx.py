@@ -24,7 +24,7 @@ from llama_artifacts.manifest import Target
 from llama_artifacts.signature import Signature
 from llama_export.lower.backend import Lowered, Place
 from llama_export.model.llama import Formulation
-from llama_export.trace import Job, trace
+from llama_export.trace import Job, trace, without_stack_traces
 
 OPSET = 20
 IR_VERSION = 9
@@ -55,7 +55,7 @@ class OnnxBackend:
 
     def lower(self, job: Job, place: Place) -> Lowered:
         program = trace(job, returns_states=True)
-        with _quiet():
+        with _quiet(), without_stack_traces():
             exported = torch.onnx.export(
                 program, dynamo=True, opset_version=OPSET, optimize=False, verbose=False
             )
