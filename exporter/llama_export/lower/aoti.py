@@ -21,6 +21,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.export.passes import move_to_device_pass
 
+import llama_export.lower.products  # noqa: F401  # a lowering that Inductor finds by the operator
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
@@ -29,6 +30,7 @@ from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.lower.file_names import without_file_names
+from llama_export.lower.small_loops import small_loops_serial
 from llama_export.model.llama import INV_FREQ, Formulation
 from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
@@ -93,6 +95,7 @@ class AotiBackend:
             _quiet(),
             vector_bitcasts(),
             without_file_names(),
+            small_loops_serial(),
             without_stack_traces(),
         ):
             aoti_compile_and_package(program, package_path=archive)
@@ -151,8 +154,9 @@ def _options(device: str, isa: str | None) -> tuple[dict[str, Any], Target]:
         "aot_inductor.package_constants_in_so": False,
         # The wrapper only calls kernels; optimising it costs most of the build for nothing.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # Otherwise the build machine's thread count is baked in.
+        # Otherwise the build machine's thread count is baked in; the number is for decisions alone.
         "cpp.dynamic_threads": True,
+        "cpp.threads": 16,
     }
     if device == "cuda":
         if not torch.cuda.is_available():

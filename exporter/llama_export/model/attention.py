@@ -60,8 +60,10 @@ def attend_one(q_BND: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible_BC: Tensor
     scores = (q * k_BKCD.float()[:, :, None]).sum(-1)
     if visible_BC is not None:
         scores = scores.masked_fill(~visible_BC[:, None, None], HIDDEN)
-    weighted = scores.softmax(-1)[..., None] * v_BKCD.float()[:, :, None]
-    return weighted.sum(-2).reshape(B, N, D)
+    # Divided after the sum: one division an element of the result, not one a position.
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    weighted = (weights[..., None] * v_BKCD.float()[:, :, None]).sum(-2)
+    return (weighted / weights.sum(-1, keepdim=True)).reshape(B, N, D)
 
 
 def attend_pages(q_PND: Tensor, k_PQKLD: Tensor, v_PQKLD: Tensor, visible_PQL: Tensor) -> Tensor:
@@ -71,11 +73,9 @@ def attend_pages(q_PND: Tensor, k_PQKLD: Tensor, v_PQKLD: Tensor, visible_PQL: T
     q = (q_PND.float() * D**-0.5).reshape(P, 1, K, N // K, 1, D)
     scores = (q * k_PQKLD.float()[:, :, :, None]).sum(-1)  # [P, Q, K, G, L]
     scores = scores.masked_fill(~visible_PQL[:, :, None, None], HIDDEN)
-    largest = scores.amax((1, 4), keepdim=True)
-    weights = (scores - largest).exp()
-    total = weights.sum((1, 4), keepdim=True)
-    mixed = ((weights / total)[..., None] * v_PQKLD.float()[:, :, :, None]).sum((1, 4))
-    return mixed.reshape(P, N, D)
+    weights = (scores - scores.amax((1, 4), keepdim=True)).exp()
+    mixed = (weights[..., None] * v_PQKLD.float()[:, :, :, None]).sum((1, 4))
+    return (mixed / weights.sum((1, 4))[..., None]).reshape(P, N, D)
 
 
 def attend_two(

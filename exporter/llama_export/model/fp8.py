@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llama_artifacts.manifest import Numerics
+from llama_export.model.stored import stored
 
 if TYPE_CHECKING:
     from llama_export.model.llama import Formulation
@@ -58,8 +59,8 @@ def decode(codes_VH: Tensor, scale_V1: Tensor, dtype: torch.dtype) -> Tensor:
 
 def fused_product(x: Tensor, codes_VH: Tensor, scale_V1: Tensor, numerics: Numerics) -> Tensor:
     """X [..., H] times the weight, float32 [..., V], as multiply and reduce over the bytes."""
-    # Twice x times half the weight: a new tensor in any case, as `_stored` needs it.
-    twice_x, scale = _stored(x.float() * 2)[..., None, :], _stored(scale_V1.float())
+    # Twice x times half the weight: a new tensor in any case, as `stored` needs it.
+    twice_x, scale = stored(x.float() * 2)[..., None, :], stored(scale_V1.float())
     if numerics == "fast":
         return (twice_x * _half(codes_VH)).sum(-1) * scale[:, 0]
     return (twice_x * _rounded(_half(codes_VH) * scale, x.dtype)).sum(-1)
@@ -118,13 +119,3 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     bits = x.view(torch.int32)
     half = (1 << (_BF16_BITS - 1)) - 1
     return ((bits + half + ((bits >> _BF16_BITS) & 1)) & -(1 << _BF16_BITS)).view(torch.float32)
-
-
-def _stored(x: Tensor) -> Tensor:
-    """The same values, which a compiler writes to memory rather than computes again for each row.
-
-    Read back as float32, they also let it take the codes in vectors of float32. Not for a view:
-    Inductor loses its offset.
-    """
-    x = x.contiguous()
-    return x.as_strided(x.size(), x.stride())

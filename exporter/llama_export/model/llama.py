@@ -32,6 +32,8 @@ from llama_export.model.attention import (
     State,
 )
 from llama_export.model.generation import drawn, likeliest
+from llama_export.model.products import products
+from llama_export.model.stored import stored
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 """Name of the table of inverse frequencies among the weights."""
@@ -65,6 +67,10 @@ class Formulation:
         """Whether a compiler that fuses will see the graph."""
         return self.max_fused_rows > 0
 
+    def kept(self, x: Tensor) -> Tensor:
+        """The same values, computed once also where a compiler fuses (see `stored`)."""
+        return stored(x) if self.is_fused else x
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019)."""
@@ -94,10 +100,18 @@ class Linear(nn.Module):
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        scale, form = self.weight_scale, self.form
-        if scale is None:
-            return _linear(x, self.weight, self.bias, form)
-        return fp8.linear(x, self.weight, scale, self.bias, form=form, is_fused=_is_fused(x, form))
+        return together(x, self)[0]
+
+    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Adds the bias to a product in float32, and rounds."""
+        return (y if self.bias is None else y + self.bias.float()).to(dtype)
+
+    def apart(self, x: Tensor) -> Tensor:
+        """The layer by itself, in the form that many rows or FP8 weights have."""
+        scale, form, bias = self.weight_scale, self.form, self.bias
+        if scale is not None:
+            return fp8.linear(x, self.weight, scale, bias, form=form, is_fused=_is_fused(x, form))
+        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _is_fused(x: Tensor, form: Formulation) -> bool:
@@ -105,11 +119,17 @@ def _is_fused(x: Tensor, form: Formulation) -> bool:
     return isinstance(num_rows, int) and num_rows <= form.max_fused_rows
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Formulation) -> Tensor:
-    if _is_fused(x, form):
-        y = (x[..., None, :].float() * weight.float()).sum(-1)
-        return (y if bias is None else y + bias.float()).to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+def together(x: Tensor, *layers: Linear) -> list[Tensor]:
+    """Linear layers of the same x [..., in], as one pass over their weights for few rows."""
+    if not _is_fused(x, layers[0].form) or any(layer.weight_scale is not None for layer in layers):
+        return [layer.apart(x) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    parts = _products(x, weights).split([weight.shape[0] for weight in weights], dim=-1)
+    return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]
+
+
+def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return products(x.flatten(0, -2).float(), weights).unflatten(0, x.shape[:-1])
 
 
 class Attention(nn.Module):
@@ -118,6 +138,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, form: Formulation) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.form = form
         hidden, bias = config.hidden_size, config.attention_bias
         q_width = config.num_heads * self.head_dim
         kv_width = config.num_kv_heads * self.head_dim
@@ -127,10 +148,10 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_width, hidden, form, bias=bias)
 
     def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
-        q = rope.rotate(self._heads(self.q_proj(x)), *turn)
-        k = rope.rotate(self._heads(self.k_proj(x)), *turn)
-        mixed = context.mix(q, k, self._heads(self.v_proj(x)), state).to(x.dtype)
-        return self.o_proj(mixed.flatten(-2))
+        q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.form.kept(rope.rotate(q, *turn)), rope.rotate(k, *turn)
+        mixed = context.mix(q, k, v, state).to(x.dtype)
+        return self.o_proj(self.form.kept(mixed.flatten(-2)))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -141,13 +162,15 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig, form: Formulation) -> None:
         super().__init__()
+        self.form = form
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, form, bias=bias)
         self.up_proj = Linear(hidden, inner, form, bias=bias)
         self.down_proj = Linear(inner, hidden, form, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(self.form.kept(F.silu(gate) * up))
 
 
 class Layer(nn.Module):
@@ -159,10 +182,12 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, form)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, form)
+        self.form = form
 
     def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, context, state)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        kept = self.form.kept
+        x = kept(x + self.self_attn(kept(self.input_layernorm(x)), turn, context, state))
+        return kept(x + self.mlp(kept(self.post_attention_layernorm(x))))
 
 
 class RotaryEmbedding(nn.Module):
@@ -372,15 +397,18 @@ class Llama(nn.Module):
     ) -> Tensor:
         x = self.model.embed_tokens(tokens).to(self.form.dtype)
         cos, sin = rope.rotations(context.positions, self.model.rotary_emb.inv_freq, x.dtype)
-        turn = cos[..., None, :], sin[..., None, :]
+        turn = self.form.kept(cos[..., None, :]), self.form.kept(sin[..., None, :])
         for i, layer in enumerate(self.model.layers):
             x = layer(x, turn, context, None if states is None else states[i])
-        return self.model.norm(x)
+        return self.form.kept(self.model.norm(x))
 
     def _head(self, x: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(x)
-        return _linear(x, self.model.embed_tokens.weight, None, self.form)
+        weight = self.model.embed_tokens.weight
+        if _is_fused(x, self.form):
+            return _products(x, [weight]).to(x.dtype)
+        return F.linear(x, weight.to(x.dtype))
 
     def _generate(
         self, token: Tensor, pos: Tensor, states: Sequence[State], num_steps: int, **choice: Any

@@ -48,13 +48,15 @@ def _llama3(freqs: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 def rotations(
     positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [..., D] of integer positions [...], computed in float32, then cast."""
+    """Cosines and sines [..., D] of integer positions [...], computed in float32, then cast.
+
+    The first half of the sines is negative, as `rotate` adds them.
+    """
     angles = positions[..., None].float() * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turns each pair (x[i], x[i + D/2]) of [..., D] by its angle."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin

@@ -1,0 +1,26 @@
+"""Several products of few rows with stored weights at once: an operator of the graph of native code.
+
+Shape letters: R rows, H in, V out; `...` the axes of a call's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("llama_export::products", mutates_args=())
+def products(x_RH: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """X [R, H] float32 times each weight [V, H], side by side, float32 [R, sum of V].
+
+    The operator has a kernel of its own in native code (`llama_export.lower.products`); what it
+    computes is this: a sum in float32 over the stored weight.
+    """
+    return torch.cat([(x_RH[:, None] * weight.float()).sum(-1) for weight in weights], dim=-1)
+
+
+@products.register_fake
+def _(x_RH: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return x_RH.new_empty(x_RH.shape[0], sum(weight.shape[0] for weight in weights))
