@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llama_artifacts import integrity
-from llama_artifacts.bundle import describe, sha256
+from llama_artifacts.digests import describe, sha256
 from llama_artifacts.manifest import FILE_NAME, to_json
 from tests.bundles import sample_manifest, write_sample
 

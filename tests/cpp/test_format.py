@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from llama_artifacts.manifest import BLOCK_BYTES
+from tests.artifacts.complaining import complaint
 from tests.artifacts.patches import apply, write_base
 from tests.artifacts.test_malformed import TABLE
-from tests.bundles import CONTENTS
+from tests.bundles import CONTENTS, write_large
 from tests.cpp.building import output_of
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,21 @@ def wrong_lines(found: Complaints) -> dict[str, tuple[str, str]]:
         if shown != expected:
             wrong[case["name"]] = (line, expected)
     return wrong
+
+
+def test_a_changed_block_of_a_large_file_is_told_as_in_python(
+    build_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_large(tmp_path / "b", 2 * BLOCK_BYTES + 1)
+    program = build_folder / "tests" / "complain"
+    assert output_of(program, stdin=f"{folder}\n") == "ok\n"
+    for place in (2 * BLOCK_BYTES, 0):
+        with (folder / "large.bin").open("r+b") as file:
+            file.seek(place)
+            file.write(b"!")
+        error = complaint(folder)
+        assert "changed: bytes " in str(error)
+        assert output_of(program, stdin=f"{folder}\n") == f"IntegrityError\t{error}\n"
 
 
 def test_the_table_of_malformed_bundles(build_folder: Path, tmp_path: Path) -> None:
