@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llama_artifacts import digests
 from llama_artifacts.manifest import (
     FILE_NAME,
     Check,
@@ -132,6 +133,16 @@ def sample_manifest(**changes: Any) -> Manifest:
         },
     )
     return dataclasses.replace(manifest, **changes)
+
+
+def write_large(folder: Path, num_bytes: int) -> Path:
+    """Writes the sample with a further file, `large.bin`, of zeros that take no space."""
+    write_sample(folder)
+    with (folder / "large.bin").open("wb") as file:
+        file.truncate(num_bytes)
+    files = {**sample_manifest().files, "large.bin": digests.describe(folder / "large.bin")}
+    (folder / FILE_NAME).write_bytes(to_json(sample_manifest(files=files)))
+    return folder
 
 
 def write_sample(folder: Path, *, contents: Mapping[str, bytes] = CONTENTS, **changes: Any) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -16,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts.digests import describe, difference
 from llama_artifacts.errors import BuildError, IntegrityError
 from llama_artifacts.links import leads_out
 from llama_artifacts.manifest import File, Manifest
 from llama_artifacts.strict_json import printable
 
-CHUNK_BYTES = 2**20
 _LOCK_ATTEMPTS = 100
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _FULL = {
@@ -81,34 +80,18 @@ def check_names(bundle: Bundle) -> None:
 
 
 def check_digest(bundle: Bundle, name: str) -> None:
-    """Hashes one listed file.
+    """Hashes one listed file, blocks of a large one side by side.
 
     Raises:
-        IntegrityError: the digest differs from the manifest's, or the file cannot be read.
+        IntegrityError: a digest differs from the manifest's, or the file cannot be read.
     """
-    path, expected = bundle.path(name), bundle.manifest.files[name].sha256
+    path = bundle.path(name)
     try:
-        actual = sha256(path)
+        found = difference(path, bundle.manifest.files[name])
     except OSError as cause:
         raise IntegrityError(f"cannot be read: {cause.strerror}", where=path, hint=_HINT) from cause
-    if actual != expected:
-        message = f"damaged: sha256 {actual[:12]}..., expected {expected[:12]}..."
-        raise IntegrityError(message, where=path, hint=_HINT)
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK_BYTES))  # one, small enough to stay in the cache
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
-def describe(path: Path) -> File:
-    """Size and digest of a file, as the manifest lists them."""
-    return File(bytes=path.stat().st_size, sha256=sha256(path))
+    if found is not None:
+        raise IntegrityError(f"damaged: {found}", where=path, hint=_HINT)
 
 
 @contextlib.contextmanager

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_artifacts.bundle import CHUNK_BYTES, Bundle
+from llama_artifacts.bundle import Bundle
 from llama_artifacts.codec import encode
+from llama_artifacts.digests import CHUNK_BYTES, num_processors
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import Check, File, Program
 from llama_artifacts.safetensors import StoredTensor
@@ -47,7 +47,8 @@ class Change:
 def compare(first: Bundle, second: Bundle) -> tuple[Change, ...]:
     """What differs, by area, each sorted by name; empty if the manifests say the same.
 
-    Files are compared by the digests in the manifests, which `integrity.check` proves. Where those
+    Files are compared by the digests of the whole in the manifests, which writers keep in step with
+    those of the blocks, and `integrity.check` proves. Where those
     of the weights differ, the bytes of each tensor of both are compared.
 
     Raises:
@@ -126,7 +127,7 @@ def _weights(first: Bundle, second: Bundle) -> Iterator[Change]:
 def _weights_files(bundle: Bundle) -> dict[str, File]:
     manifest = bundle.manifest
     files = {**manifest.files, **manifest.referenced}
-    return {name: files[name] for name in manifest.weights_headers}
+    return {name: replace(files[name], blocks=()) for name in manifest.weights_headers}
 
 
 def _sizes_text(files: Mapping[str, File]) -> str:
@@ -141,7 +142,7 @@ def _tensors(first: Mapping[str, _Place], second: Mapping[str, _Place]) -> Itera
             alike.append(name)
         else:
             yield Change("weights", name, *texts)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(num_processors()) as pool:
         results = pool.map(
             _has_same_bytes, (first[name] for name in alike), (second[name] for name in alike)
         )

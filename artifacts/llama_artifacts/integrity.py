@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import Bundle, check_digest, misfit, open_bundle
+from llama_artifacts.bundle import Bundle, misfit, open_bundle
+from llama_artifacts.digests import Part, num_processors, parts, told
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME
 from llama_artifacts.safetensors import header_digest, read_header
@@ -74,12 +74,11 @@ def check(
 ) -> Report:
     """Compares every file of a bundle with its manifest: names, sizes, SHA-256, weights index.
 
-    Files are hashed side by side, the largest first; one file is hashed by one thread, since
-    SHA-256 is a chain.
+    Files, and the blocks of large ones, are hashed side by side, the largest files first.
 
     Args:
         folder: the bundle.
-        threads: how many files at a time; None: one for each processor this process may use.
+        threads: how many at a time; None: one for each processor this process may use.
         advance: is told how many bytes were dealt with, from any thread.
 
     Raises:
@@ -89,16 +88,10 @@ def check(
     """
     bundle = Bundle(folder, manifests.read(folder))
     files = bundle.manifest.files
-    largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
-
-    def examine(name: str) -> Fault | None:
-        fault = _fault(bundle, name)
-        if advance is not None:
-            advance(files[name].bytes)
-        return fault
-
-    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
-        faults = [fault for fault in pool.map(examine, largest_first) if fault is not None]
+    faults = [fault for name in files if (fault := _misfit(bundle, name)) is not None]
+    if faults and advance is not None:
+        advance(sum(files[fault.file].bytes for fault in faults))
+    faults += _changed(bundle, files.keys() - {fault.file for fault in faults}, threads, advance)
     if not faults:
         faults += _index_faults(bundle)
     faults += _extra(bundle)
@@ -143,18 +136,44 @@ def check_index(bundle: Bundle) -> None:
                 raise IntegrityError(message, where=path)
 
 
-def _fault(bundle: Bundle, name: str) -> Fault | None:
+def _misfit(bundle: Bundle, name: str) -> Fault | None:
     path = bundle.path(name)
     if not path.exists():
         detail = "dangling link" if path.is_symlink() else "no such file"
         return Fault(name, "missing", detail)
-    try:
-        if (complaint := misfit(path, bundle.manifest.files[name])) is not None:
-            raise complaint
-        check_digest(bundle, name)
-    except IntegrityError as error:
-        return Fault(name, "changed", error.message.removeprefix("damaged: "))
+    if (complaint := misfit(path, bundle.manifest.files[name])) is not None:
+        return Fault(name, "changed", complaint.message.removeprefix("damaged: "))
     return None
+
+
+def _changed(
+    bundle: Bundle,
+    names: Iterable[str],
+    threads: int | None,
+    advance: Callable[[int], None] | None,
+) -> Iterator[Fault]:
+    """Hashes files of the right size."""
+    files = bundle.manifest.files
+    largest_first = sorted(names, key=lambda name: (-files[name].bytes, name))
+    pieces = [(name, part) for name in largest_first for part in parts(files[name])]
+
+    def examine(piece: tuple[str, Part]) -> str | None:
+        name, part = piece
+        try:
+            return part.difference(bundle.path(name))
+        except OSError as cause:
+            return f"cannot be read: {cause.strerror}"
+        finally:
+            if advance is not None:
+                advance(part.num_bytes)
+
+    found: dict[str, list[str | None]] = {name: [] for name in largest_first}
+    with ThreadPoolExecutor(threads or num_processors()) as pool:
+        for (name, _), text in zip(pieces, pool.map(examine, pieces), strict=True):
+            found[name].append(text)
+    for name, texts in found.items():
+        if (detail := told(texts)) is not None:
+            yield Fault(name, "changed", detail)
 
 
 def _index_faults(bundle: Bundle) -> Iterator[Fault]:

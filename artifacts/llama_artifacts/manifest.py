@@ -38,6 +38,8 @@ SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 CAPABILITY = "compute capability"
 """A key of `Program.requires`."""
 MAX_MANIFEST_BYTES = 16 * 2**20
+BLOCK_BYTES = 64 * 2**20
+"""A longer file has a digest for each block of so many bytes; the last block may be shorter."""
 
 Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
@@ -55,13 +57,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class File:
-    """A file of the bundle, beside the manifest."""
+    """A file of the bundle, beside the manifest.
+
+    Attributes:
+        bytes: its size.
+        sha256: the digest of the whole.
+        blocks: the digests of its blocks of `BLOCK_BYTES`, in order; none for a file of at most one
+            block, or where nobody knew them.
+    """
 
     bytes: Size
     sha256: Sha256
+    blocks: tuple[Sha256, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
+        count = -(-self.bytes // BLOCK_BYTES) if self.bytes > BLOCK_BYTES else 0
+        if self.blocks and len(self.blocks) != count:
+            raise ValueError(
+                f"expected {count} block digests for {self.bytes:,} bytes, got {len(self.blocks)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import check_space, describe, staging
+from llama_artifacts.bundle import check_space, staging
+from llama_artifacts.digests import describe
 from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Model, Program
 from llama_artifacts.safetensors import header_digest
 from llama_export.blueprint import Blueprint, describe_rope, draw
@@ -73,9 +74,9 @@ def build(
     check_space(output, own_bytes + len(blueprint.drafts) * PROGRAM_BYTES)
     with staging(output, replaces=recipe.overwrites) as folder:
         _write_assets(blueprint.checkpoint.assets(), folder)
-        _write_weights(blueprint, folder, reporter)
+        written = _write_weights(blueprint, folder, reporter)
         made = make_all(blueprint, folder, reporter=reporter, cache=cache)
-        manifest = _manifest(blueprint, [item.program for item in made], folder)
+        manifest = _manifest(blueprint, [item.program for item in made], folder, written)
         _put(folder, manifest)
         if blueprint.has_weights:
             manifest = _prove(blueprint, manifest, folder, reporter)
@@ -87,17 +88,19 @@ def build(
     return BuildResult(output, bundle_bytes, weights_bytes, made, seconds, blueprint.notes)
 
 
-def _write_weights(blueprint: Blueprint, folder: Path, reporter: Reporter) -> None:
+def _write_weights(blueprint: Blueprint, folder: Path, reporter: Reporter) -> dict[str, File]:
+    """Puts the weights into the folder; returns what was hashed while it was written."""
     recipe, plan, checkpoint = blueprint.recipe, blueprint.plan, blueprint.checkpoint
     if recipe.weights == "none":
-        return
+        return {}
     with reporter.step("weights", plan.num_bytes) as advance:
-        write_weights(folder / WEIGHTS_NAME, plan, checkpoint, advance=advance)
+        own = write_weights(folder / WEIGHTS_NAME, plan, checkpoint, advance=advance)
         if checkpoint.has_data:
             check_stored(plan, checkpoint)
         if recipe.weights == "link":
             for name, path in plan.stored.items():
                 link_file(path, folder / name)
+    return {WEIGHTS_NAME: own}
 
 
 def _prove(blueprint: Blueprint, manifest: Manifest, folder: Path, reporter: Reporter) -> Manifest:
@@ -130,9 +133,11 @@ def _write_assets(assets: Mapping[str, bytes], folder: Path) -> None:
             tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 
 
-def _manifest(blueprint: Blueprint, programs: list[Program], folder: Path) -> Manifest:
+def _manifest(
+    blueprint: Blueprint, programs: list[Program], folder: Path, known: Mapping[str, File]
+) -> Manifest:
     recipe, checkpoint, sizes = blueprint.recipe, blueprint.checkpoint, blueprint.sizes
-    files = {path.name: describe(path) for path in sorted(folder.iterdir())}
+    files = {path.name: known.get(path.name) or describe(path) for path in sorted(folder.iterdir())}
     return Manifest(
         schema=f"{manifests.SCHEMA_MAJOR}.{manifests.SCHEMA_MINOR}",
         name=checkpoint.name,

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_artifacts.bundle import sha256
 from llama_artifacts.codec import decode, encode
+from llama_artifacts.digests import sha256
 from llama_artifacts.errors import BuildError, LlamaExportError
 from llama_artifacts.manifest import Format, Target
 from llama_artifacts.places import cache_folder

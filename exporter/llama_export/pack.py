@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llama_artifacts.digests import hashing
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, ChoiceError
-from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME
+from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File
 from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import SCALE
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
@@ -143,14 +144,22 @@ def _used_in_place(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) ->
 
 def write_weights(
     path: Path, plan: WeightsPlan, checkpoint: Checkpoint, *, advance: Callable[[int], None]
-) -> None:
+) -> File:
     """Writes the bundle's own file, one tensor in memory at a time.
+
+    Returns:
+        Its size and digests, which are computed on the way.
 
     Raises:
         BuildError: a value does not fit float16, or an FP8 weight holds NaN.
     """
-    with path.open("xb") as file:
-        file.write(plan.header)
+    with path.open("xb") as file, hashing() as hasher:
+
+        def write(data: bytes) -> None:
+            file.write(data)
+            hasher.update(data)
+
+        write(plan.header)
         for name, info in plan.tensors.items():
             if plan.extents[name].file != WEIGHTS_NAME:
                 continue
@@ -160,8 +169,9 @@ def write_weights(
                 _check_f16(name, tensor)
             if info.dtype == E4M3:
                 _check_codes(name, converted)
-            file.write(converted.reshape(-1).view(torch_dtype("u8")).numpy().tobytes())
+            write(converted.reshape(-1).view(torch_dtype("u8")).numpy().tobytes())
             advance(plan.extents[name].num_bytes)
+        return hasher.file()
 
 
 def check_stored(plan: WeightsPlan, checkpoint: Checkpoint) -> None:

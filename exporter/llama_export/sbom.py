@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from llama_artifacts.bundle import Bundle, sha256
+from llama_artifacts.bundle import Bundle
 from llama_artifacts.codec import encode
+from llama_artifacts.digests import sha256
 from llama_artifacts.errors import BuildError
 from llama_artifacts.extras import needs
 from llama_artifacts.manifest import FILE_NAME, Manifest, Source

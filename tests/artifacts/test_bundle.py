@@ -19,12 +19,11 @@ from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import (
     check_digest,
     check_space,
-    describe,
     open_bundle,
     put_file,
-    sha256,
     staging,
 )
+from llama_artifacts.digests import sha256
 from llama_artifacts.errors import BuildError, IntegrityError, LlamaExportError, ManifestError
 from llama_artifacts.manifest import FILE_NAME
 from tests.bundles import CONTENTS, sample_manifest, write_sample
@@ -218,15 +217,6 @@ def test_a_file_that_vanishes_after_opening_is_named(tmp_path: Path) -> None:
     bundle.path("decode.pt2").unlink()
     with pytest.raises(IntegrityError, match=r"decode\.pt2: cannot be read: No such file"):
         check_digest(bundle, "decode.pt2")
-
-
-def test_digests_are_those_of_the_whole_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bundles, "CHUNK_BYTES", 3)
-    folder = write_sample(tmp_path / "b")
-    files = {name: describe(folder / name) for name in CONTENTS}
-    assert files == sample_manifest().files
 
 
 def test_a_staged_bundle_appears_when_the_block_ends(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.diff import Change, compare
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import Check, Source
+from llama_artifacts.manifest import BLOCK_BYTES, Check, File, Source
 from llama_artifacts.signature import Dim
 from tests.artifacts.patches import apply, reseal
 from tests.bundles import CONTENTS, MODEL, sample_manifest, sample_program, write_sample
@@ -150,6 +150,22 @@ def test_the_same_tensors_in_another_file_are_another_layout(tmp_path: Path) -> 
     metadata = {"op": "add", "path": "/__metadata__", "value": {"format": "pt"}}
     (found,) = with_weights(tmp_path, {"do": "patch", "patch": [metadata]})
     assert (found.area, found.name) == ("weights", "layout")
+
+
+def test_that_only_one_lists_blocks_is_no_difference(tmp_path: Path) -> None:
+    """As of weights on the hub, whose blocks are known to those alone who have fetched them."""
+    name, size = "model.safetensors", BLOCK_BYTES + 1
+    digest, blocks = "0" * 64, ("1" * 64, "2" * 64)
+    sides = []
+    for number, file in enumerate((File(size, digest), File(size, digest, blocks))):
+        folder = write_sample(
+            tmp_path / str(number),
+            weights="reference",
+            referenced={name: file},
+            weights_headers={**MANIFEST.weights_headers, name: digest},
+        )
+        sides.append(open_bundle(folder))
+    assert compare(*sides) == ()
 
 
 def test_programs_without_their_weights(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _, (FILE_NAME,) = split(FileName)
         f"# The bundle format, version {manifest.SCHEMA_MAJOR}.{manifest.SCHEMA_MINOR}",
         f"MUST match `{FILE_NAME.schema()['pattern'][1:-1]}`",
         f"at most {manifest.MAX_MANIFEST_BYTES // 2**20} MiB, at most 2^{strict_json.MAX_VALUES.bit_length() - 1}\n",
+        f"more than {manifest.BLOCK_BYTES // 2**20} MiB ({manifest.BLOCK_BYTES:,} bytes)",
         f"at most {strict_json.MAX_DEPTH} levels",
         f"at most {codec.MAX_TEXT_CHARS:,} characters",
         f"{safetensors.MAX_HEADER_BYTES:,}); the header",

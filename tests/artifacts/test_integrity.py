@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from llama_artifacts import integrity
-from llama_artifacts.bundle import open_bundle
+from llama_artifacts.bundle import check_digest, open_bundle
+from llama_artifacts.digests import Part
 from llama_artifacts.errors import IntegrityError, ManifestError
 from llama_artifacts.integrity import Fault
-from llama_artifacts.manifest import FILE_NAME
+from llama_artifacts.manifest import BLOCK_BYTES, FILE_NAME
 from tests.artifacts.patches import reseal
-from tests.bundles import CONTENTS, sample_program, write_sample
+from tests.bundles import CONTENTS, sample_program, write_large, write_sample
 
 
 def change(path: Path) -> None:
@@ -119,6 +120,50 @@ def test_the_report_does_not_depend_on_the_threads(folder: Path, threads: int) -
     report = integrity.check(folder, threads=threads, advance=advanced.append)
     assert report == integrity.check(folder)
     assert sum(advanced) == report.num_bytes
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A bundle with a file of a block and a byte more."""
+    return write_large(tmp_path / "large", BLOCK_BYTES + 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_changed_block_of_a_large_file_is_told(large: Path, threads: int) -> None:
+    assert integrity.check(large, threads=threads).faults == ()
+    with (large / "large.bin").open("r+b") as file:
+        file.seek(BLOCK_BYTES)
+        file.write(b"!")
+    advanced: list[int] = []
+    report = integrity.check(large, threads=threads, advance=advanced.append)
+    (fault,) = report.faults
+    assert (fault.file, fault.kind) == ("large.bin", "changed")
+    assert fault.detail.startswith("bytes 64-65 MiB: sha256 ")
+    assert sum(advanced) == report.num_bytes
+    assert len(advanced) == report.num_files + 1
+    with pytest.raises(IntegrityError, match=r"large\.bin: damaged: bytes 64-65 MiB: sha256 "):
+        check_digest(open_bundle(large), "large.bin")
+
+
+def test_a_large_file_without_block_digests_is_compared_whole(large: Path) -> None:
+    value = json.loads((large / FILE_NAME).read_bytes())
+    assert len(value["files"]["large.bin"].pop("blocks")) == 2
+    (large / FILE_NAME).write_text(json.dumps(value))
+    assert integrity.check(large).faults == ()
+    with (large / "large.bin").open("r+b") as file:
+        file.write(b"!")
+    (fault,) = integrity.check(large).faults
+    assert fault.detail.startswith("sha256 ")
+
+
+def test_a_file_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Part, "difference", refuse)
+    faults = integrity.check(folder).faults
+    assert {fault.detail for fault in faults} == {"cannot be read: Permission denied"}
+    assert len(faults) == len(CONTENTS)
 
 
 def test_files_swapped_with_each_other_are_changed(folder: Path) -> None:

@@ -22,7 +22,7 @@ from llama_artifacts.errors import (
     LlamaExportError,
     SignatureError,
 )
-from llama_artifacts.manifest import SIGNATURE_NAME
+from llama_artifacts.manifest import BLOCK_BYTES, FILE_NAME, SIGNATURE_NAME
 from llama_artifacts.signing import (
     Authority,
     Certificate,
@@ -35,7 +35,7 @@ from llama_artifacts.signing import (
     sign,
     signer_name,
 )
-from tests.bundles import CONTENTS, write_sample
+from tests.bundles import CONTENTS, write_large, write_sample
 from tests.keys import DAY, NOW, Pair, write_certificate, write_pair
 
 
@@ -103,6 +103,18 @@ def test_a_certificate(signed: Path, tmp_path: Path) -> None:
     sign(signed, Certificate(issued.private, issued.certificate))
     _, signature = open_signed(signed, Authority((issued.authority,)))
     assert signer_name(signature) == "certificate CN=a test signer"
+
+
+def test_block_digests_of_other_bytes_are_not_signed(tmp_path: Path, pair: Pair) -> None:
+    """Else one reader would take one file for the signed one, and the next another."""
+    folder = write_large(tmp_path / "b", BLOCK_BYTES + 1)
+    sign(folder, PrivateKey(pair.private))
+    open_signed(folder, PublicKey(pair.public))
+    value = json.loads((folder / FILE_NAME).read_bytes())
+    value["files"]["large.bin"]["blocks"][1] = "0" * 64
+    (folder / FILE_NAME).write_text(json.dumps(value))
+    with pytest.raises(IntegrityError, match=r"large\.bin: damaged: bytes 64-65 MiB: sha256 "):
+        sign(folder, PrivateKey(pair.private))
 
 
 def test_git_files_are_no_exception(signed: Path, pair: Pair) -> None:

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.integrity [--files N] [--mebibytes N] [--rounds N] [--folder DIR]
 
-Two baselines: `files` gives each processor the next whole file, as far as plain SHA-256 can be split;
-`bytes` cuts all bytes into equal parts, one for each processor, which no digest of a file can do. All
-three are timed in turn, from the page cache, and the best round of each is compared.
+Two baselines: `files` gives each processor the next whole file, as far as digests of whole files can be
+split; `bytes` cuts all bytes into equal parts, one for each processor. All three are timed in turn, from
+the page cache, and the best round of each is compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llama_artifacts import integrity
-from llama_artifacts.bundle import describe, sha256
+from llama_artifacts.digests import describe, sha256
 from llama_artifacts.manifest import FILE_NAME, to_json
 from tests.bundles import sample_manifest, write_sample
 

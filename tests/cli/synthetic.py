@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import describe, staging
+from llama_artifacts.bundle import staging
+from llama_artifacts.digests import describe
 from llama_artifacts.manifest import Check, Manifest, Model, Program, Source, Target
 from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec
 

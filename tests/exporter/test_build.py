@@ -396,6 +396,26 @@ def test_mixed_dtypes_are_kept_and_run(recipe: Recipe, tmp_path: Path) -> None:
     assert any("mixed" in note for note in result.notes)
 
 
+@pytest.mark.slow
+def test_layers_with_equal_weights_stay_two(recipe: Recipe, tmp_path: Path) -> None:
+    """Every tensor keeps its name and place, also for a compiler that shares equal constants."""
+    tensors = tiny_tensors(tiny_config())
+    for name in [name for name in tensors if ".layers.1." in name]:
+        tensors[name] = tensors[name.replace(".1.", ".0.")].clone()
+    folder = write_tiny(tmp_path / "m")
+    write_weights(folder, tensors)
+    result, manifest = built(
+        recipe, model=str(folder), entries=("next_token",), formats=("pt2", "aoti", "onnx")
+    )
+    stored = load_file(result.folder / "weights.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+    for program in manifest.programs:
+        assert set(program.constants) >= tensors.keys(), program.format
+    assert {check.format for check in manifest.checks if check.law == "parity"} == {
+        program.format for program in manifest.programs
+    }
+
+
 def test_a_weight_that_float16_cannot_hold(recipe: Recipe, tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_config(), dtype=torch.bfloat16)
     tensors["lm_head.weight"][0, 0] = 1e6

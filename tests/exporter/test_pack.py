@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from llama_artifacts.digests import describe
 from llama_artifacts.errors import BuildError
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.model.llama import INV_FREQ
@@ -40,9 +41,10 @@ def pack(
     checkpoint = open_checkpoint(str(model))
     plan = plan_weights(checkpoint, compute=compute, keeps_stored=keeps_stored)
     written: list[int] = []
-    write_weights(output / "weights.safetensors", plan, checkpoint, advance=written.append)
+    path = output / "weights.safetensors"
+    assert write_weights(path, plan, checkpoint, advance=written.append) == describe(path)
     assert sum(written) == plan.num_bytes - len(plan.header)
-    return output / "weights.safetensors", plan
+    return path, plan
 
 
 def names_by_offset(path: Path) -> list[str]:

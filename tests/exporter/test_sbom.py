@@ -12,7 +12,8 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from llama_artifacts.bundle import open_bundle, sha256
+from llama_artifacts.bundle import open_bundle
+from llama_artifacts.digests import sha256
 from llama_artifacts.errors import BuildError, CompatibilityError
 from llama_artifacts.manifest import Source
 from llama_export.sbom import EPOCH_VARIABLE, to_json

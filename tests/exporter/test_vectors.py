@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import describe
+from llama_artifacts.digests import describe
 from llama_artifacts.errors import IntegrityError, VerificationError
 from llama_artifacts.manifest import vectors_name
 from llama_export.build import build

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import describe
+from llama_artifacts.digests import describe
 from llama_artifacts.errors import IntegrityError, ManifestError, VerificationError
 from llama_artifacts.manifest import Manifest
 from llama_export.build import build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -14,9 +15,9 @@ import torch
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import describe
+from llama_artifacts.digests import describe
 from llama_artifacts.errors import BuildError, ChoiceError, CompatibilityError, IntegrityError
-from llama_artifacts.manifest import WEIGHTS_NAME, Source
+from llama_artifacts.manifest import BLOCK_BYTES, WEIGHTS_NAME, File, Source
 from llama_artifacts.safetensors import read_header
 from llama_artifacts.summary import show_bytes
 from llama_export.build import build
@@ -145,7 +146,7 @@ def test_weights_of_another_size_or_digest_are_refused(
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=f"{SHARDS[1]}: sha256 .* the bundle was built from"):
+    with pytest.raises(IntegrityError, match=f"{SHARDS[1]}: not what the bundle was"):
         llama_runtime.load(bundles["reference"], weights_dir=other)
     path.write_bytes(data[:-1])
     with pytest.raises(IntegrityError, match=f"{SHARDS[1]}: .* bytes, the bundle was built from"):
@@ -161,12 +162,12 @@ def test_a_file_is_hashed_once_until_it_changes(
 ) -> None:
     hashed: list[str] = []
 
-    def sha256(path: Path) -> str:
+    def difference(path: Path, file: File) -> str | None:
         hashed.append(path.name)
-        return real(path)
+        return real(path, file)
 
-    real = places.sha256
-    monkeypatch.setattr(places, "sha256", sha256)
+    real = places.difference
+    monkeypatch.setattr(places, "difference", difference)
     own = shutil.copytree(checkpoint, tmp_path / "own")
     for _ in range(2):
         llama_runtime.load(bundles["reference"], weights_dir=own)
@@ -174,6 +175,27 @@ def test_a_file_is_hashed_once_until_it_changes(
     os.utime(own / SHARDS[0], ns=(1, 1))
     llama_runtime.load(bundles["reference"], weights_dir=own)
     assert hashed == [*SHARDS, SHARDS[0]]
+
+
+def test_digests_of_blocks_are_remembered_with_the_whole(tmp_path: Path, own_places: None) -> None:
+    """Else a manifest with false blocks would vouch for a file to one with the true digests."""
+    path, num_bytes = tmp_path / "model.safetensors", BLOCK_BYTES + 1
+    with path.open("wb") as file:
+        file.truncate(num_bytes)
+    places._check(path, dataclasses.replace(describe(path), sha256="0" * 64))
+    with pytest.raises(IntegrityError, match="not what the bundle was built from: sha256"):
+        places._check(path, File(num_bytes, "0" * 64))
+
+
+def test_a_changed_block_of_large_weights_is_told(tmp_path: Path, own_places: None) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(BLOCK_BYTES + 1)
+    listed = describe(path)
+    places._check(path, listed)
+    path.write_bytes(bytes(BLOCK_BYTES) + b"!")
+    with pytest.raises(IntegrityError, match="not what the bundle was built from: bytes 64-65 MiB"):
+        places._check(path, listed)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(

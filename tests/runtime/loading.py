@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.bundle import describe
+from llama_artifacts.digests import describe
 from llama_artifacts.manifest import FILE_NAME, FORMATS, WEIGHTS_NAME, Manifest, Program
 from llama_artifacts.safetensors import read_header
 from llama_runtime import Entry, States

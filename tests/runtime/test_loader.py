@@ -532,6 +532,12 @@ def test_a_process_that_runs_a_bundle_imports_no_exporter(
     assert done.stderr == ""
 
 
+def test_native_code_is_run_where_no_compiler_is(tiny_bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", IMPORTS, str(tiny_bundle), "aoti"]
+    places = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CXX": "none", "CC": "none"}
+    subprocess.run(command, capture_output=True, check=True, env={**os.environ, **places})
+
+
 def test_the_preferred_order_covers_every_format() -> None:
     from llama_runtime.loader import _PREFERENCE
 

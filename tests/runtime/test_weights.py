@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,23 @@ def test_tensors_at_odd_addresses(tmp_path: Path, pad: int) -> None:
     assert weights["odd"].data_ptr() % 8 == 0
     weights["odd"].zero_()
     assert torch.equal(map_weights(path)["odd"], values)
+
+
+def test_a_tensor_beyond_four_gibibytes(tmp_path: Path) -> None:
+    """The file is sparse, and little of it is ever read."""
+    size = 2**32 + 64
+    header = {
+        "large": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+        "last": {"dtype": "F32", "shape": [2], "data_offsets": [size, size + 8]},
+    }
+    path = write(tmp_path / "w", header, b"")
+    with path.open("r+b") as file:
+        file.seek(size - 1, os.SEEK_END)
+        file.write(b"\x07" + torch.tensor([1.5, -2.5]).numpy().tobytes())
+    weights = map_weights(path)
+    assert weights["last"].tolist() == [1.5, -2.5]
+    assert weights["large"].shape == (size,)
+    assert weights["large"][-2:].tolist() == [0, 7]
 
 
 def test_tensors_of_no_element(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from llama_artifacts.bundle import describe
+from llama_artifacts.digests import describe
 from llama_artifacts.errors import CheckpointError
 from llama_artifacts.manifest import File, Source
 from llama_artifacts.strict_json import shown

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_artifacts.bundle import describe
+from llama_artifacts.digests import describe
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import CheckpointError, TokenizerError
 from llama_artifacts.manifest import File, Source

@@ -4,6 +4,7 @@
 #include <optional>
 #include <set>
 
+#include "digests.h"
 #include "files.h"
 #include "llama_runtime/error.h"
 #include "text.h"
@@ -58,11 +59,10 @@ void check_index(const Bundle& bundle) {
 std::optional<Error> content_fault(const Bundle& bundle, const std::string& name) {
   const File& file = *bundle.manifest.file(name);
   if (auto fault = misfit(bundle.path(name), file)) return fault;
-  const std::string actual = sha256_file(bundle.path(name));
-  if (actual == file.sha256) return std::nullopt;
-  return damage("changed: sha256 " + actual.substr(0, 12) + "..., expected " +
-                    file.sha256.substr(0, 12) + "...",
-                bundle.path(name));
+  if (const auto text = difference(bundle.path(name), file)) {
+    return damage("changed: " + *text, bundle.path(name));
+  }
+  return std::nullopt;
 }
 
 std::set<std::string> names_in(const fs::path& folder) {
@@ -88,11 +88,8 @@ void check_referenced(const fs::path& path, const File& file) {
                      with_commas(file.bytes),
                  path, hint);
   }
-  const std::string actual = sha256_file(path);
-  if (actual != file.sha256) {
-    throw damage("sha256 " + actual.substr(0, 12) + "..., the bundle was built from " +
-                     file.sha256.substr(0, 12) + "...",
-                 path, hint);
+  if (const auto text = difference(path, file)) {
+    throw damage("not what the bundle was built from: " + *text, path, hint);
   }
 }
 
@@ -120,12 +117,8 @@ Bundle open_bundle(const fs::path& folder) {
 }
 
 void check_digest(const Bundle& bundle, const std::string& name) {
-  const std::string actual = sha256_file(bundle.path(name));
-  const std::string& expected = bundle.manifest.file(name)->sha256;
-  if (actual != expected) {
-    throw damage("damaged: sha256 " + actual.substr(0, 12) + "..., expected " +
-                     expected.substr(0, 12) + "...",
-                 bundle.path(name));
+  if (const auto text = difference(bundle.path(name), *bundle.manifest.file(name))) {
+    throw damage("damaged: " + *text, bundle.path(name));
   }
 }
 

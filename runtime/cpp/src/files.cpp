@@ -105,16 +105,19 @@ std::string sha256_text(std::string_view data) {
   return digest.hexadecimal();
 }
 
-std::string sha256_file(const fs::path& path) {
+std::string sha256_file(const fs::path& path, int64_t start, std::optional<int64_t> end) {
   const Descriptor file(path);
   if (file.number < 0) refuse(path, ErrorCode::kIntegrity, errno);
   Sha256 digest;
   std::vector<char> buffer(1 << 20);
   while (true) {
-    const ssize_t count = read(file.number, buffer.data(), buffer.size());
+    size_t room = buffer.size();
+    if (end) room = static_cast<size_t>(std::min<int64_t>(*end - start, 1 << 20));
+    const ssize_t count = pread(file.number, buffer.data(), room, start);
     if (count < 0) refuse(path, ErrorCode::kIntegrity, errno);
     if (count == 0) return digest.hexadecimal();
     digest.update(buffer.data(), static_cast<size_t>(count));
+    start += count;
   }
 }
 

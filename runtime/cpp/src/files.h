@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -35,8 +36,10 @@ std::string read_bytes(const std::filesystem::path& path, ErrorCode code);
 
 // The SHA-256 in lowercase hexadecimal digits.
 std::string sha256_text(std::string_view data);
-// Throws Error(kIntegrity) where the file cannot be read.
-std::string sha256_file(const std::filesystem::path& path);
+// Of the file's bytes from `start` up to `end`, or to its end where that is nullopt. Throws
+// Error(kIntegrity) where it cannot be read.
+std::string sha256_file(const std::filesystem::path& path, int64_t start = 0,
+                        std::optional<int64_t> end = std::nullopt);
 
 // A file's bytes, mapped read-only; `data` is nullptr where it is empty.
 struct Map {

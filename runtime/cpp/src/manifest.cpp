@@ -50,10 +50,21 @@ bool is_newer(const JsonObject& object, const std::string& where) {
 }
 
 File read_file_record(const Node& node) {
-  node.keys({"bytes", "sha256"});
+  node.keys({"bytes", "sha256", "blocks"});
   File file;
   file.bytes = node.field("bytes").at_least(0);
   file.sha256 = node.field("sha256").text(is_sha256, "64 hexadecimal digits");
+  if (const auto blocks = node.optional("blocks")) {
+    for (const Node& item : blocks->items()) {
+      file.blocks.push_back(item.text(is_sha256, "64 hexadecimal digits"));
+    }
+  }
+  const int64_t whole = file.bytes / kBlockBytes, rest = file.bytes % kBlockBytes;
+  const int64_t count = file.bytes > kBlockBytes ? whole + (rest != 0) : 0;
+  if (!file.blocks.empty() && static_cast<int64_t>(file.blocks.size()) != count) {
+    node.fail("expected " + std::to_string(count) + " block digests for " +
+              with_commas(file.bytes) + " bytes, got " + std::to_string(file.blocks.size()));
+  }
   return file;
 }
 

@@ -90,9 +90,13 @@ struct ProgramRecord {
   std::string label() const;
 };
 
+// A longer file has a digest for each block of so many bytes; the last block may be shorter.
+inline constexpr int64_t kBlockBytes = 64 << 20;
+
 struct File {
   int64_t bytes = 0;
   std::string sha256;
+  std::vector<std::string> blocks;  // SHA-256 of each kBlockBytes; may be empty
 };
 
 struct Source {
