@@ -144,47 +144,55 @@ void fill(const Tensor& tensor, double value) {
   to_aten(tensor).fill_(value);
 }
 
-struct NativeProgram::Impl {
-  std::map<std::string, Tensor> constants;  // native code holds bare pointers into them
-  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
-  std::mutex running;
-};
+namespace {
 
-NativeProgram::NativeProgram(const fs::path& path, const std::map<std::string, Tensor>& constants)
-    : impl_(std::make_unique<Impl>()) {
-  const std::lock_guard lock(loading());
-  impl_->constants = constants;
-  const TemporaryFolder folder;
-  try {
+class AotiProgram : public LoadedProgram {
+ public:
+  AotiProgram(const fs::path& path, const std::map<std::string, Tensor>& constants)
+      : constants_(constants) {
+    const TemporaryFolder folder;
     unpack(path, folder.path());
     // Once it is loaded the library no longer needs its file.
-    impl_->loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder.path());
-    check_constants(impl_->loader->get_constant_fqns(), constants, path);
+    loader_ = std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder.path());
+    check_constants(loader_->get_constant_fqns(), constants, path);
     std::unordered_map<std::string, at::Tensor> tensors;
     for (const auto& [name, tensor] : constants) tensors.emplace(name, to_aten(tensor));
     // The active buffer, every constant given, the memory ours.
-    impl_->loader->load_constants(tensors, false, true, true);
+    loader_->load_constants(tensors, false, true, true);
+  }
+
+  std::vector<Tensor> run(const std::vector<Tensor>& arguments) override {
+    const c10::InferenceMode guard;
+    std::vector<at::Tensor> flat;
+    flat.reserve(arguments.size());
+    for (const Tensor& argument : arguments) flat.push_back(to_aten(argument));
+    const std::lock_guard lock(running_);
+    std::vector<Tensor> results;
+    for (const at::Tensor& output : loader_->boxed_run(std::move(flat))) {
+      results.push_back(from_aten(output));
+    }
+    return results;
+  }
+
+ private:
+  std::map<std::string, Tensor> constants_;  // native code holds bare pointers into them
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader_;
+  std::mutex running_;
+};
+
+}  // namespace
+
+std::shared_ptr<LoadedProgram> load_aoti(const fs::path& path,
+                                         const std::map<std::string, Tensor>& constants) {
+  const std::lock_guard lock(loading());
+  try {
+    return std::make_shared<AotiProgram>(path, constants);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& cause) {
     throw Error(ErrorCode::kIntegrity, "cannot be loaded: " + first_line(cause.what()),
                 path.string(), "build the bundle again on this machine");
   }
-}
-
-NativeProgram::~NativeProgram() = default;
-
-std::vector<Tensor> NativeProgram::run(const std::vector<Tensor>& arguments) {
-  const c10::InferenceMode guard;
-  std::vector<at::Tensor> flat;
-  flat.reserve(arguments.size());
-  for (const Tensor& argument : arguments) flat.push_back(to_aten(argument));
-  const std::lock_guard lock(impl_->running);
-  std::vector<Tensor> results;
-  for (const at::Tensor& output : impl_->loader->boxed_run(std::move(flat))) {
-    results.push_back(from_aten(output));
-  }
-  return results;
 }
 
 void set_num_threads(int count) {

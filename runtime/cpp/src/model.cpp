@@ -4,15 +4,16 @@
 
 #include "aoti.h"
 #include "compat.h"
+#include "onnx.h"
 #include "text.h"
 
 namespace llama_runtime {
 namespace {
 
 template <typename Names>
-std::string listed(const Names& names) {
+std::string listed(const Names& names, const char* separator = ", ") {
   std::string text;
-  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  for (const auto& name : names) text += (text.empty() ? "" : separator) + name;
   return text;
 }
 
@@ -37,7 +38,11 @@ std::vector<const ProgramRecord*> of_entry(const Manifest& manifest, const std::
 }  // namespace
 
 Model::Model(const std::filesystem::path& folder, const LoadOptions& options) : options_(options) {
+  if (!options.format.empty() && options.format != "aoti" && options.format != "onnx") {
+    throw Error(ErrorCode::kInput, "expected aoti or onnx, got " + shown(options.format), "format");
+  }
   auto shared = std::make_shared<Shared>();
+  shared->threads = options.threads;
   shared->bundle = open_bundle(std::filesystem::absolute(folder));
   shared->weights = map_weights(shared->bundle, options.weights_dir);
   shared_ = std::move(shared);
@@ -76,7 +81,7 @@ const Tokenizer& Model::tokenizer() {
   return *tokenizer_;
 }
 
-std::shared_ptr<NativeProgram> Model::load(const Shared& shared, const ProgramRecord& program) {
+std::shared_ptr<LoadedProgram> Model::load(const Shared& shared, const ProgramRecord& program) {
   check_digest(shared.bundle, program.file);
   const std::filesystem::path path = shared.bundle.path(program.file);
   std::map<std::string, Tensor> constants;
@@ -87,7 +92,15 @@ std::shared_ptr<NativeProgram> Model::load(const Shared& shared, const ProgramRe
     }
     constants.insert(*found);
   }
-  return std::make_shared<NativeProgram>(path, constants);
+  if (program.format != "onnx") return load_aoti(path, constants);
+  // ONNX Runtime maps the file beside the program; weights that lie elsewhere it is given.
+  if (shared.bundle.manifest.referenced.empty()) constants.clear();
+  return load_onnx({program, path, std::move(constants), shared.threads});
+}
+
+bool Model::runs(const ProgramRecord& program) const {
+  const bool is_wanted = options_.format.empty() || options_.format == program.format;
+  return is_wanted && !misfit(program, options_.allow_native);
 }
 
 void Model::check(const ProgramRecord& program) const {
@@ -97,14 +110,9 @@ void Model::check(const ProgramRecord& program) const {
 const ProgramRecord& Model::choose(const std::string& name) const {
   const std::vector<const ProgramRecord*> programs = of_entry(manifest(), name);
   std::set<std::string> names, formats;
-  const ProgramRecord* chosen = nullptr;
   for (const ProgramRecord* program : programs) {
     names.insert(program->entry);
     formats.insert(program->format);
-    if (program->format != "aoti") continue;
-    const bool is_better = chosen == nullptr || (misfit(*chosen, options_.allow_native) &&
-                                                 !misfit(*program, options_.allow_native));
-    if (is_better) chosen = program;
   }
   const std::string where = folder().string();
   if (names.empty()) {
@@ -115,12 +123,22 @@ const ProgramRecord& Model::choose(const std::string& name) const {
     throw Error(ErrorCode::kInput, "the bundle has several entries " + shown(name), where,
                 "say which: " + listed(names));
   }
-  if (chosen == nullptr) {
-    throw Error(ErrorCode::kCompatibility, shown(name) + " is not there in format aoti", where,
-                "it is there in " + listed(formats) + "; build it with --format aoti");
+  std::vector<std::string> wanted{options_.format};
+  if (options_.format.empty()) wanted = runnable_formats();
+  const ProgramRecord* refused = nullptr;
+  for (const std::string& format : wanted) {
+    for (const ProgramRecord* program : programs) {
+      if (program->format != format) continue;
+      if (!misfit(*program, options_.allow_native)) return *program;
+      if (refused == nullptr) refused = program;
+    }
   }
-  check(*chosen);
-  return *chosen;
+  if (refused == nullptr) {
+    throw Error(ErrorCode::kCompatibility,
+                shown(name) + " is not there in format " + listed(wanted, " or "), where,
+                "it is there in " + listed(formats) + "; build it with --format " + wanted[0]);
+  }
+  throw *misfit(*refused, options_.allow_native);
 }
 
 }  // namespace llama_runtime

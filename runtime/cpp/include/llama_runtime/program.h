@@ -13,19 +13,19 @@
 
 namespace llama_runtime {
 
-class NativeProgram;
+class LoadedProgram;
 
 // One entry of a loaded bundle; a call is run by the most specific program that fits it. Calls
 // from several threads are safe and wait for each other, as long as each has its own states.
 class Entry {
  public:
-  using Loader = std::function<std::shared_ptr<NativeProgram>()>;
+  using Loader = std::function<std::shared_ptr<LoadedProgram>()>;
   struct Variant {
     Sizes sizes;
     Loader load;  // called when a call first fits
   };
 
-  Entry(ProgramRecord record, std::shared_ptr<NativeProgram> program,
+  Entry(ProgramRecord record, std::shared_ptr<LoadedProgram> program,
         std::vector<Variant> variants);
   ~Entry();
 
@@ -41,7 +41,7 @@ class Entry {
 
  private:
   struct Impl;
-  NativeProgram& fitting(const Sizes& sizes);
+  LoadedProgram& fitting(const Sizes& sizes);
 
   ProgramRecord record_;
   std::unique_ptr<Impl> impl_;

@@ -1,0 +1,96 @@
+"""The C++ program against the Python one, in turn, on one bundle with native programs.
+
+    python -m tests.benchmarks.cpp BUNDLE LLAMA_RUN [--rounds 5] [--threads 2]
+
+Prints the medians: seconds from the start of the process to the first printed token (warm page
+cache), tokens per second of decoding 128 tokens, and the most memory that was resident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+MAX_NEW = 128
+PROMPT = "1 9690 198"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: what it printed, and what that took."""
+
+    tokens: list[int]
+    first_s: float
+    user_s: float
+    tokens_per_s: float
+    peak_mb: float
+
+
+def run(command: list[str], threads: int) -> Run:
+    """Runs a program of the two to its end."""
+    command = [*command, "--tokens", PROMPT, "--max-new", str(MAX_NEW), "--stats"]
+    command += ["--threads", str(threads)]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    first = os.read(process.stdout.fileno(), 1)
+    first_s = time.perf_counter() - started
+    output = first + process.stdout.read()
+    stats = process.stderr.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    speed = re.search(r"decode\s+([0-9.]+) tokens/s", stats)
+    if process.returncode or speed is None:
+        raise SystemExit(f"{command[0]} failed: {stats}")
+    return Run(
+        tokens=list(map(int, output.split())),
+        first_s=first_s,
+        user_s=usage.ru_utime + usage.ru_stime,
+        tokens_per_s=float(speed[1]),
+        peak_mb=usage.ru_maxrss * 1024 / 1e6,
+    )
+
+
+def _median(runs: list[Run], field: str) -> float:
+    return statistics.median(getattr(run, field) for run in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("llama_run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    commands = {
+        "llama-run": [options.llama_run, options.bundle],
+        "python": [sys.executable, "-m", "llama_export", "run", "--format", "aoti", options.bundle],
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in commands}
+    for round_ in range(options.rounds + 1):
+        for name, command in commands.items():
+            done = run(command, options.threads)
+            if round_:  # the first fills the page cache
+                runs[name].append(done)
+    sys.stdout.write("program    first token  decoding       processor  peak memory\n")
+    for name, found in runs.items():
+        sys.stdout.write(
+            f"{name:9}  {_median(found, 'first_s'):7.2f} s  "
+            f"{_median(found, 'tokens_per_s'):7.1f} tokens/s  {_median(found, 'user_s'):5.2f} s"
+            f"  {_median(found, 'peak_mb'):8.1f} MB\n"
+        )
+    first = {name: _median(found, "first_s") for name, found in runs.items()}
+    sys.stdout.write(f"the start is {first['python'] / first['llama-run']:.1f} times as fast\n")
+    same = {tuple(run.tokens) for found in runs.values() for run in found}
+    sys.stdout.write(f"the same {MAX_NEW} tokens each time: {'yes' if len(same) == 1 else 'NO'}\n")
+
+
+if __name__ == "__main__":
+    main()
