@@ -15,10 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_NEW = 128
-PROMPT = "1 9690 198"
+PROMPT = (1, 9690, 198)
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,16 @@ class Run:
 
     tokens: list[int]
     first_s: float
-    user_s: float
+    processor_s: float
     tokens_per_s: float
     peak_mb: float
 
 
-def run(command: list[str], threads: int) -> Run:
+def run(command: Sequence[str], prompt: Sequence[int], *, max_new: int, threads: int) -> Run:
     """Runs a program of the two to its end."""
-    command = [*command, "--tokens", PROMPT, "--max-new", str(MAX_NEW), "--stats"]
-    command += ["--threads", str(threads)]
+    tokens = " ".join(map(str, prompt))
+    command = [*command, "--tokens", tokens, "--max-new", str(max_new)]
+    command += ["--threads", str(threads), "--stats"]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -52,7 +54,7 @@ def run(command: list[str], threads: int) -> Run:
     return Run(
         tokens=list(map(int, output.split())),
         first_s=first_s,
-        user_s=usage.ru_utime + usage.ru_stime,
+        processor_s=usage.ru_utime + usage.ru_stime,
         tokens_per_s=float(speed[1]),
         peak_mb=usage.ru_maxrss * 1024 / 1e6,
     )
@@ -76,14 +78,14 @@ def main() -> None:
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     for round_ in range(options.rounds + 1):
         for name, command in commands.items():
-            done = run(command, options.threads)
+            done = run(command, PROMPT, max_new=MAX_NEW, threads=options.threads)
             if round_:  # the first fills the page cache
                 runs[name].append(done)
     sys.stdout.write("program    first token  decoding       processor  peak memory\n")
     for name, found in runs.items():
         sys.stdout.write(
             f"{name:9}  {_median(found, 'first_s'):7.2f} s  "
-            f"{_median(found, 'tokens_per_s'):7.1f} tokens/s  {_median(found, 'user_s'):5.2f} s"
+            f"{_median(found, 'tokens_per_s'):7.1f} tokens/s  {_median(found, 'processor_s'):5.2f} s"
             f"  {_median(found, 'peak_mb'):8.1f} MB\n"
         )
     first = {name: _median(found, "first_s") for name, found in runs.items()}
