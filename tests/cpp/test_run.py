@@ -109,6 +109,8 @@ def test_a_stop_token_ends_the_tokens(build_folder: Path, tiny_bundle: Path) -> 
             ["--tokens", "1", "--no-native", "--format", "aoti"],
             ": native code, which --no-native refuses",
         ),
+        (["--tokens", "1", "--device", "tpu"], "device: expected cpu, cuda or one such as cuda:1"),
+        (["--tokens", "1", "--device", "cuda:9"], "error: cuda:9: there is no such device"),
         (["--tokens", " ".join(["1"] * 256)], "256 tokens do not fit: 0 + 256 positions are more"),
         (["-p", "hello"], "#model.unk_token: expected none; what this one declares"),
     ],

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 
+#include "aoti_package.h"
 #include "llama_runtime/error.h"
 #include "text.h"
 #include "torch_tensor.h"
@@ -115,7 +116,8 @@ at::Tensor to_aten(const Tensor& tensor) {
     if (dtype == tensor.dtype) type = candidate;
   }
   if (tensor.data == nullptr) return at::empty(tensor.shape, type);
-  return at::from_blob(tensor.data.get(), tensor.shape, type);
+  const at::Device device = tensor.is_on_device ? at::kCUDA : at::kCPU;
+  return at::from_blob(tensor.data.get(), tensor.shape, at::TensorOptions(type).device(device));
 }
 
 Tensor from_aten(const at::Tensor& tensor) {
@@ -144,22 +146,41 @@ void fill(const Tensor& tensor, double value) {
   to_aten(tensor).fill_(value);
 }
 
-namespace {
-
-class AotiProgram : public LoadedProgram {
- public:
-  AotiProgram(const fs::path& path, const std::map<std::string, Tensor>& constants)
-      : constants_(constants) {
-    const TemporaryFolder folder;
+AotiPackage::AotiPackage(const fs::path& path, const std::map<std::string, Tensor>& constants,
+                         int device)
+    : constants_(constants) {
+  const std::lock_guard lock(loading());
+  const TemporaryFolder folder;
+  try {
     unpack(path, folder.path());
     // Once it is loaded the library no longer needs its file.
-    loader_ = std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder.path());
+    loader_ = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
+        folder.path(), "model", false, 1, static_cast<c10::DeviceIndex>(device));
     check_constants(loader_->get_constant_fqns(), constants, path);
     std::unordered_map<std::string, at::Tensor> tensors;
     for (const auto& [name, tensor] : constants) tensors.emplace(name, to_aten(tensor));
     // The active buffer, every constant given, the memory ours.
     loader_->load_constants(tensors, false, true, true);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& cause) {
+    throw Error(ErrorCode::kIntegrity, "cannot be loaded: " + first_line(cause.what()),
+                path.string(), "build the bundle again on this machine");
   }
+}
+
+AotiPackage::~AotiPackage() = default;
+
+std::vector<at::Tensor> AotiPackage::run(std::vector<at::Tensor>&& arguments, void* stream) {
+  return loader_->boxed_run(std::move(arguments), stream);
+}
+
+namespace {
+
+class AotiProgram : public LoadedProgram {
+ public:
+  AotiProgram(const fs::path& path, const std::map<std::string, Tensor>& constants)
+      : package_(path, constants, -1) {}
 
   std::vector<Tensor> run(const std::vector<Tensor>& arguments) override {
     const c10::InferenceMode guard;
@@ -168,15 +189,14 @@ class AotiProgram : public LoadedProgram {
     for (const Tensor& argument : arguments) flat.push_back(to_aten(argument));
     const std::lock_guard lock(running_);
     std::vector<Tensor> results;
-    for (const at::Tensor& output : loader_->boxed_run(std::move(flat))) {
+    for (const at::Tensor& output : package_.run(std::move(flat))) {
       results.push_back(from_aten(output));
     }
     return results;
   }
 
  private:
-  std::map<std::string, Tensor> constants_;  // native code holds bare pointers into them
-  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader_;
+  AotiPackage package_;
   std::mutex running_;
 };
 
@@ -184,15 +204,7 @@ class AotiProgram : public LoadedProgram {
 
 std::shared_ptr<LoadedProgram> load_aoti(const fs::path& path,
                                          const std::map<std::string, Tensor>& constants) {
-  const std::lock_guard lock(loading());
-  try {
-    return std::make_shared<AotiProgram>(path, constants);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& cause) {
-    throw Error(ErrorCode::kIntegrity, "cannot be loaded: " + first_line(cause.what()),
-                path.string(), "build the bundle again on this machine");
-  }
+  return std::make_shared<AotiProgram>(path, constants);
 }
 
 void set_num_threads(int count) {

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "aoti.h"
+#include "cuda.h"
 #include "onnx.h"
 
 namespace llama_runtime {
@@ -73,20 +74,24 @@ std::vector<std::string> runnable_formats() {
   return {"aoti"};
 }
 
-std::optional<Error> misfit(const ProgramRecord& program, bool allow_native) {
+std::optional<Error> misfit(const ProgramRecord& program, const LoadOptions& options) {
   const auto refuse = [&program](const std::string& message, const std::string& hint) {
     return Error(ErrorCode::kCompatibility, message, program.file, hint);
   };
   const std::string rebuild = "build it for this machine: `llama-export build ... --format aoti`";
-  if (program.target.device != "cpu") {
-    return refuse("made for " + program.target.device + ", this runtime runs on cpu",
-                  "build it with --device cpu");
+  const std::string kind = options.device.substr(0, options.device.find(':'));
+  if (program.target.device != kind) {
+    return refuse(
+        "made for " + program.target.device + ", asked for " + options.device,
+        "load it with --device " + program.target.device + ", or build it with --device " + kind);
   }
-  if (program.format == "onnx") return onnx_misfit(program);
+  if (program.format == "onnx" && kind == "cpu") return onnx_misfit(program);
   if (program.format != "aoti") {
-    return refuse("expected a program in format aoti or onnx, got " + program.format, rebuild);
+    return refuse("expected a program in format aoti" +
+                      std::string(kind == "cpu" ? " or onnx" : "") + ", got " + program.format,
+                  rebuild);
   }
-  if (!allow_native) {
+  if (!options.allow_native) {
     return refuse("native code, which --no-native refuses",
                   "use onnx, or the Python runtime with pt2");
   }
@@ -102,6 +107,14 @@ std::optional<Error> misfit(const ProgramRecord& program, bool allow_native) {
   }
   if (const std::string lacking = lacking_flags(program.target); !lacking.empty()) {
     return refuse("needs CPU features that this machine lacks: " + lacking, rebuild);
+  }
+  if (const auto& needed = program.target.capability) {
+    const int number = options.device == kind ? 0 : options.device.back() - '0';
+    const std::string here = cuda_capability(number).value_or("none");
+    if (here != *needed) {
+      return refuse("made for compute capability " + *needed + ", this device has " + here,
+                    rebuild);
+    }
   }
   return std::nullopt;
 }

@@ -7,6 +7,7 @@
 
 #include "llama_runtime/error.h"
 #include "llama_runtime/manifest.h"
+#include "llama_runtime/model.h"
 
 namespace llama_runtime {
 
@@ -14,6 +15,6 @@ namespace llama_runtime {
 std::vector<std::string> runnable_formats();
 
 // Why not, or nullopt.
-std::optional<Error> misfit(const ProgramRecord& program, bool allow_native);
+std::optional<Error> misfit(const ProgramRecord& program, const LoadOptions& options);
 
 }  // namespace llama_runtime

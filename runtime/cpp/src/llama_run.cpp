@@ -49,6 +49,8 @@ Sampling:
 Program:
   --format FORMAT      The format to run: aoti, or onnx where it was built in.
                        [default: the first of them that fits this machine]
+  --device DEVICE      `cpu`, `cuda`, or one GPU such as `cuda:1`. [default: cpu]
+  --no-cuda-graphs     On a GPU, launch every step anew instead of replaying a captured graph.
   --threads N          CPU threads. [default: one per core]
   --no-native          Refuse compiled programs: they are code, and run with your rights.
   --weights-dir DIR    The checkpoint's folder, for a bundle that refers to its weights.
@@ -120,6 +122,8 @@ enum Option {
   kSeed,
   kFormat,
   kThreads,
+  kDevice,
+  kNoCudaGraphs,
   kNoNative,
   kWeightsDir,
   kIntegrity,
@@ -140,6 +144,8 @@ constexpr option kOptions[] = {
     {"seed", required_argument, nullptr, kSeed},
     {"format", required_argument, nullptr, kFormat},
     {"threads", required_argument, nullptr, kThreads},
+    {"device", required_argument, nullptr, kDevice},
+    {"no-cuda-graphs", no_argument, nullptr, kNoCudaGraphs},
     {"no-native", no_argument, nullptr, kNoNative},
     {"weights-dir", required_argument, nullptr, kWeightsDir},
     {"integrity", no_argument, nullptr, kIntegrity},
@@ -188,6 +194,12 @@ void take_option(int code, const char* value, Arguments& arguments) {
       break;
     case kThreads:
       arguments.load.threads = number<int>("threads", value);
+      break;
+    case kDevice:
+      arguments.load.device = value;
+      break;
+    case kNoCudaGraphs:
+      arguments.load.cuda_graphs = false;
       break;
     case kNoNative:
       arguments.load.allow_native = false;

@@ -20,8 +20,8 @@ struct Entry::Impl {
 };
 
 Entry::Entry(ProgramRecord record, std::shared_ptr<LoadedProgram> program,
-             std::vector<Variant> variants)
-    : record_(std::move(record)), impl_(std::make_unique<Impl>()) {
+             std::vector<Variant> variants, int cuda_device)
+    : record_(std::move(record)), cuda_device_(cuda_device), impl_(std::make_unique<Impl>()) {
   impl_->program = std::move(program);
   std::stable_sort(variants.begin(), variants.end(), [](const Variant& a, const Variant& b) {
     return a.sizes.size() > b.sizes.size();

@@ -46,7 +46,7 @@ Session::Session(Model& model)
   tokens_ = input(entry, "tokens");
   const TensorSpec& pos = input(entry, "pos");
   if (pos.values) capacity_ = std::min(capacity_, pos.values->max + 1);
-  states_ = std::make_unique<States>(entry.signature());
+  states_ = std::make_unique<States>(entry.new_states());
 }
 
 Tensor Session::prefill(const std::vector<int32_t>& tokens) {

@@ -153,7 +153,7 @@ std::vector<T> chosen(const std::vector<T>& values, const std::vector<int64_t>& 
 Finding run_calls(Entry& entry, const Vectors& vectors, double limit) {
   std::optional<States> states;
   if (!entry.signature().states.empty()) {
-    states.emplace(entry.signature(), vectors.sizes);
+    states.emplace(entry.new_states(vectors.sizes));
     for (const Tensor& tensor : states->tensors()) fill(tensor, vectors.fill);
   }
   Finding finding;

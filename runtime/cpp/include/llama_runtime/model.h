@@ -19,6 +19,8 @@ struct LoadOptions {
   bool allow_native = true;  // false refuses compiled programs (aoti)
   // `aoti` or `onnx`; empty takes for each entry the first of these that fits this machine.
   std::string format;
+  std::string device = "cpu";  // or `cuda`, or one such as `cuda:1`
+  bool cuda_graphs = true;     // there, replays captured steps instead of launching each anew
   std::filesystem::path weights_dir;  // the checkpoint's folder, for a bundle without weights
 };
 
@@ -53,6 +55,8 @@ class Model {
     Bundle bundle;
     std::map<std::string, Tensor> weights;
     int threads = 0;
+    int cuda_device = -1;
+    bool cuda_graphs = true;
   };
 
   static std::shared_ptr<LoadedProgram> load(const Shared& shared, const ProgramRecord& program);

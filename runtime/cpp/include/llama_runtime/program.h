@@ -25,12 +25,17 @@ class Entry {
     Loader load;  // called when a call first fits
   };
 
-  Entry(ProgramRecord record, std::shared_ptr<LoadedProgram> program,
-        std::vector<Variant> variants);
+  Entry(ProgramRecord record, std::shared_ptr<LoadedProgram> program, std::vector<Variant> variants,
+        int cuda_device = -1);
   ~Entry();
 
   const ProgramRecord& record() const { return record_; }
   const Signature& signature() const { return record_.signature; }
+
+  // New states of this entry where its programs run. Throws as `States`.
+  States new_states(const Sizes& sizes = {}) const {
+    return States(record_.signature, sizes, cuda_device_);
+  }
 
   // Runs one call. `states` may be nullptr where the entry has none; they are written in place.
   // Every input of the signature is given by name. Results are the caller's.
@@ -44,6 +49,7 @@ class Entry {
   LoadedProgram& fitting(const Sizes& sizes);
 
   ProgramRecord record_;
+  int cuda_device_;
   std::unique_ptr<Impl> impl_;
 };
 
