@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 MAX_NEW = 128
 PROMPT = (1, 9690, 198)
@@ -42,9 +43,12 @@ def run(command: Sequence[str], prompt: Sequence[int], *, max_new: int, threads:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
-    first = os.read(process.stdout.fileno(), 1)
+    output = os.read(process.stdout.fileno(), 1)
     first_s = time.perf_counter() - started
-    output = first + process.stdout.read()
+    peak_kb = 0
+    while piece := os.read(process.stdout.fileno(), 4096):
+        output += piece
+        peak_kb = max(peak_kb, _peak_kb(process.pid))
     stats = process.stderr.read().decode()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -56,8 +60,18 @@ def run(command: Sequence[str], prompt: Sequence[int], *, max_new: int, threads:
         first_s=first_s,
         processor_s=usage.ru_utime + usage.ru_stime,
         tokens_per_s=float(speed[1]),
-        peak_mb=usage.ru_maxrss * 1024 / 1e6,
+        peak_mb=peak_kb * 1024 / 1e6,
     )
+
+
+def _peak_kb(pid: int) -> int:
+    """The most that was resident so far; 0 of a process that is ending.
+
+    What `wait4` says would include the memory of this process, from before the other's `exec`.
+    """
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) if found else 0
 
 
 def _median(runs: list[Run], field: str) -> float:
