@@ -4,6 +4,7 @@ VENV   ?= .venv
 DEMO   ?= .demo
 BIN    := $(VENV)/bin
 BUNDLE := $(DEMO)/smollm2-135m-instruct
+CPP    := $(shell find runtime/cpp -name "*.cpp" -o -name "*.h" -o -name "*.c")
 
 # One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -49,11 +50,13 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/python artifacts/schema/generate.py --check
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
 
 ci: lint test
 

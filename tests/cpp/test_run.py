@@ -72,10 +72,11 @@ def test_every_native_program_passes_its_vectors(
     name: str, build_folder: Path, request: pytest.FixtureRequest
 ) -> None:
     bundle: Path = request.getfixturevalue(name)
-    lines = output_of(build_folder / "llama-run", bundle, "--vectors").splitlines()
+    program = build_folder / "llama-run"
+    lines = output_of(program, bundle, "--vectors", "--format", "aoti").splitlines()
     programs = llama_runtime.load(bundle).manifest.programs
-    wanted = [p.entry for p in programs if p.format == "aoti" and not p.variant]
-    assert [line.split()[:2] for line in lines] == [["ok", entry] for entry in wanted]
+    wanted = [["ok", p.entry, "aoti"] for p in programs if p.format == "aoti" and not p.variant]
+    assert [line.split()[:3] for line in lines] == wanted
 
 
 def test_wrong_vectors_are_told(build_folder: Path, tiny_bundle: Path, tmp_path: Path) -> None:
@@ -92,12 +93,24 @@ def test_wrong_vectors_are_told(build_folder: Path, tiny_bundle: Path, tmp_path:
     assert "FAIL" in done.stdout
 
 
+def test_a_stop_token_ends_the_tokens(build_folder: Path, tiny_bundle: Path) -> None:
+    tokens = _generated(tiny_bundle, max_new=12)
+    stops = f"{tokens[7]} {tokens[5]}"
+    expected = tokens[: min(tokens.index(tokens[7]), tokens.index(tokens[5]))]
+    assert _run(build_folder, tiny_bundle, "--max-new", 12, "--stop-tokens", stops) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (["--tokens", "1 999"], "error: tokens: expected at most 127, got 999"),
         (["--tokens", "1", "--top-p", "2"], "error: top_p: expected a number from 0 to 1, got 2"),
-        (["--tokens", "1", "--no-native"], ": native code, which --no-native refuses"),
+        (
+            ["--tokens", "1", "--no-native", "--format", "aoti"],
+            ": native code, which --no-native refuses",
+        ),
+        (["--tokens", "1", "--device", "tpu"], "device: expected cpu, cuda or one such as cuda:1"),
+        (["--tokens", "1", "--device", "cuda:9"], "error: cuda:9: there is no such device"),
         (["--tokens", " ".join(["1"] * 256)], "256 tokens do not fit: 0 + 256 positions are more"),
         (["-p", "hello"], "#model.unk_token: expected none; what this one declares"),
     ],
@@ -111,7 +124,17 @@ def test_failures_are_one_line_and_a_hint(
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--tokens", "x"], ["--tokens", "1", "-p", "x"], ["--nonsense"]]
+    "options",
+    [
+        [],
+        ["--tokens", "x"],
+        ["--tokens", "1", "-p", "x"],
+        ["--tokens", "1", "--stop", "x"],
+        ["--tokens", "1", "--stop-tokens", "x"],
+        ["-p", "x", "--stop", ""],
+        ["--tokens", "1", "--format", "pt2"],
+        ["--nonsense"],
+    ],
 )
 def test_wrong_usage_is_status_2(options: list[str], build_folder: Path, tiny_bundle: Path) -> None:
     assert output_of(build_folder / "llama-run", tiny_bundle, *options, status=2)
@@ -135,8 +158,8 @@ def test_a_damaged_program_is_refused_and_leaves_nothing(
     assert not list(temporary.iterdir())
 
 
-def test_eight_threads_give_what_one_gives(build_folder: Path, tiny_bundle: Path) -> None:
-    output_of(build_folder / "tests" / "threads", tiny_bundle)
+def test_eight_threads_give_what_one_gives_and_stop(build_folder: Path, tiny_bundle: Path) -> None:
+    output_of(build_folder / "tests" / "threads", tiny_bundle, "aoti")
 
 
 def test_the_c_interface_from_c_and_from_ctypes(build_folder: Path, tiny_bundle: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 import llama_runtime
 from tests.cli.running import environment
+from tests.cpp.building import SOURCE, configure
 from tests.end_to_end.oracle import Oracle, load_oracle
 from tests.models import FetchError, fetch_smollm2
 
@@ -82,6 +83,16 @@ def run_cli(*args: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="session")
 def cli() -> Any:
     return run_cli
+
+
+@pytest.fixture(scope="session")
+def llama_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C++ program; LLAMA_RUNTIME_BUILD names the folder of one that is there."""
+    if built := os.environ.get("LLAMA_RUNTIME_BUILD"):
+        return Path(built) / "llama-run"
+    folder = tmp_path_factory.mktemp("cpp")
+    configure(SOURCE, folder, f"-DPython3_EXECUTABLE={sys.executable}")
+    return folder / "llama-run"
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from llama_artifacts import manifest as manifests
 from llama_artifacts.safetensors import read_header
 from llama_export.model.llama import RMSNorm
 from llama_export.model.rope import rotations
+from tests.benchmarks.cpp import run
 from tests.end_to_end.conftest import BUNDLES, LONG_BUNDLES
 from tests.end_to_end.oracle import NUM_PARAMETERS, Oracle, load_tokenizer
 from tests.end_to_end.texts import KNOWN_IDS, TEXT
@@ -341,6 +342,30 @@ def test_two_entries_hold_the_weights_once_in_memory(
     assert 0.9 * weights_bytes < growth["one"]
     assert growth["peak"] < 1.3 * weights_bytes
     assert growth["two"] - growth["one"] < 0.1 * weights_bytes
+
+
+# Without Python.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bf16", "f32-aoti"])
+def test_cpp_tokens_and_memory(
+    bundle_named: Callable[[str], Path],
+    name: str,
+    llama_run: Path,
+    greedy_tokens: tuple[list[int], list[int]],
+) -> None:
+    folder = bundle_named(name)
+    prompt, expected = greedy_tokens
+    done = run([str(llama_run), str(folder)], prompt, max_new=MAX_NEW, threads=1)
+    bundle = llama_runtime.load(folder, format="aoti", threads=1)
+    assert done.tokens == list(bundle.generate_tokens(prompt, max_new=MAX_NEW))
+    assert name != "f32-aoti" or done.tokens == expected
+    states_bytes = sum(tensor.nbytes for tensor in bundle.entry("decode").new_states().values())
+    weights_bytes = (folder / "weights.safetensors").stat().st_size
+    limit = (weights_bytes + states_bytes) / 1e6 + 250
+    _LOG.info("peak memory %.0f MB, at most %.0f", done.peak_mb, limit)
+    assert done.peak_mb <= limit
 
 
 # The command line, as the demo uses it.

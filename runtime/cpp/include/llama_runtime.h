@@ -64,6 +64,10 @@ int64_t llama_session_position(const llama_session* session);
 /* Back to position 0, also after a failure. */
 void llama_session_reset(llama_session* session);
 
+/* Ends a running `llama_session_generate` before its next step, or the next one where none is
+ * running. The one function that any thread may call on a session that is in use. */
+void llama_session_stop(llama_session* session);
+
 /* Feeds ids to every row and writes the logits [batch, vocab_size] after the last of them as
  * float32; `capacity` is in floats. After LLAMA_ERROR_INPUT nothing has changed; after any other
  * failure the session must be reset. */

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 
+#include "aoti_package.h"
 #include "llama_runtime/error.h"
 #include "text.h"
 #include "torch_tensor.h"
@@ -115,7 +116,8 @@ at::Tensor to_aten(const Tensor& tensor) {
     if (dtype == tensor.dtype) type = candidate;
   }
   if (tensor.data == nullptr) return at::empty(tensor.shape, type);
-  return at::from_blob(tensor.data.get(), tensor.shape, type);
+  const at::Device device = tensor.is_on_device ? at::kCUDA : at::kCPU;
+  return at::from_blob(tensor.data.get(), tensor.shape, at::TensorOptions(type).device(device));
 }
 
 Tensor from_aten(const at::Tensor& tensor) {
@@ -144,26 +146,21 @@ void fill(const Tensor& tensor, double value) {
   to_aten(tensor).fill_(value);
 }
 
-struct NativeProgram::Impl {
-  std::map<std::string, Tensor> constants;  // native code holds bare pointers into them
-  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
-  std::mutex running;
-};
-
-NativeProgram::NativeProgram(const fs::path& path, const std::map<std::string, Tensor>& constants)
-    : impl_(std::make_unique<Impl>()) {
+AotiPackage::AotiPackage(const fs::path& path, const std::map<std::string, Tensor>& constants,
+                         int device)
+    : constants_(constants) {
   const std::lock_guard lock(loading());
-  impl_->constants = constants;
   const TemporaryFolder folder;
   try {
     unpack(path, folder.path());
     // Once it is loaded the library no longer needs its file.
-    impl_->loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder.path());
-    check_constants(impl_->loader->get_constant_fqns(), constants, path);
+    loader_ = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
+        folder.path(), "model", false, 1, static_cast<c10::DeviceIndex>(device));
+    check_constants(loader_->get_constant_fqns(), constants, path);
     std::unordered_map<std::string, at::Tensor> tensors;
     for (const auto& [name, tensor] : constants) tensors.emplace(name, to_aten(tensor));
     // The active buffer, every constant given, the memory ours.
-    impl_->loader->load_constants(tensors, false, true, true);
+    loader_->load_constants(tensors, false, true, true);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& cause) {
@@ -172,19 +169,42 @@ NativeProgram::NativeProgram(const fs::path& path, const std::map<std::string, T
   }
 }
 
-NativeProgram::~NativeProgram() = default;
+AotiPackage::~AotiPackage() = default;
 
-std::vector<Tensor> NativeProgram::run(const std::vector<Tensor>& arguments) {
-  const c10::InferenceMode guard;
-  std::vector<at::Tensor> flat;
-  flat.reserve(arguments.size());
-  for (const Tensor& argument : arguments) flat.push_back(to_aten(argument));
-  const std::lock_guard lock(impl_->running);
-  std::vector<Tensor> results;
-  for (const at::Tensor& output : impl_->loader->boxed_run(std::move(flat))) {
-    results.push_back(from_aten(output));
+std::vector<at::Tensor> AotiPackage::run(std::vector<at::Tensor>&& arguments, void* stream) {
+  return loader_->boxed_run(std::move(arguments), stream);
+}
+
+namespace {
+
+class AotiProgram : public LoadedProgram {
+ public:
+  AotiProgram(const fs::path& path, const std::map<std::string, Tensor>& constants)
+      : package_(path, constants, -1) {}
+
+  std::vector<Tensor> run(const std::vector<Tensor>& arguments) override {
+    const c10::InferenceMode guard;
+    std::vector<at::Tensor> flat;
+    flat.reserve(arguments.size());
+    for (const Tensor& argument : arguments) flat.push_back(to_aten(argument));
+    const std::lock_guard lock(running_);
+    std::vector<Tensor> results;
+    for (const at::Tensor& output : package_.run(std::move(flat))) {
+      results.push_back(from_aten(output));
+    }
+    return results;
   }
-  return results;
+
+ private:
+  AotiPackage package_;
+  std::mutex running_;
+};
+
+}  // namespace
+
+std::shared_ptr<LoadedProgram> load_aoti(const fs::path& path,
+                                         const std::map<std::string, Tensor>& constants) {
+  return std::make_shared<AotiProgram>(path, constants);
 }
 
 void set_num_threads(int count) {

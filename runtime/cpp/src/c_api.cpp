@@ -114,6 +114,10 @@ void llama_session_reset(llama_session* session) {
   session->session.reset();
 }
 
+void llama_session_stop(llama_session* session) {
+  session->session.stop();
+}
+
 int llama_session_feed(llama_session* session, const int32_t* ids, size_t num_ids, float* logits,
                        size_t capacity) {
   return guarded([&] {

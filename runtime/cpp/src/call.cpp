@@ -20,10 +20,11 @@ void check_names(const Signature& signature, const std::map<std::string, Tensor>
     add(expected, spec.name);
     if (!inputs.contains(spec.name)) add(missing, spec.name);
   }
-  for (const auto& [name, tensor] : inputs) {
-    const bool is_known = std::any_of(signature.inputs.begin(), signature.inputs.end(),
-                                      [&](const TensorSpec& spec) { return spec.name == name; });
-    if (!is_known) add(unknown, name);
+  for (const auto& input : inputs) {
+    const bool is_known =
+        std::any_of(signature.inputs.begin(), signature.inputs.end(),
+                    [&](const TensorSpec& spec) { return spec.name == input.first; });
+    if (!is_known) add(unknown, input.first);
   }
   if (missing.empty() && unknown.empty()) return;
   std::string message = "expected the inputs " + expected;

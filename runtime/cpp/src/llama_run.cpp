@@ -13,6 +13,7 @@
 
 #include "llama_runtime/error.h"
 #include "llama_runtime/session.h"
+#include "llama_runtime/stop.h"
 #include "llama_runtime/vectors.h"
 
 namespace {
@@ -31,9 +32,11 @@ Prompt (one of them):
   -p, --prompt TEXT    A text to go on with, as it stands; `-` reads it from stdin.
   --tokens IDS         Token ids such as "1 9690 198"; prints ids instead of text.
 
-Length:
+Length and end:
   --max-new N          New tokens at most. The bundle's stop tokens always end the text.
                        [default: 128]
+  --stop TEXT          End before this text; repeat it for several.
+  --stop-tokens IDS    End at any of these tokens, too.
 
 Sampling:
   --temperature T      0 takes the likeliest token. [default: 0]
@@ -44,7 +47,10 @@ Sampling:
   --seed N             Makes the draws repeatable. [default: a fresh one]
 
 Program:
-  --format FORMAT      The format to run: aoti, the only one here.
+  --format FORMAT      The format to run: aoti, or onnx where it was built in.
+                       [default: the first of them that fits this machine]
+  --device DEVICE      `cpu`, `cuda`, or one GPU such as `cuda:1`. [default: cpu]
+  --no-cuda-graphs     On a GPU, launch every step anew instead of replaying a captured graph.
   --threads N          CPU threads. [default: one per core]
   --no-native          Refuse compiled programs: they are code, and run with your rights.
   --weights-dir DIR    The checkpoint's folder, for a bundle that refers to its weights.
@@ -70,6 +76,7 @@ struct Arguments {
   std::string bundle;
   std::optional<std::string> prompt;
   std::optional<std::vector<int32_t>> tokens;
+  std::vector<std::string> stop_texts;
   GenerateOptions generate;
   LoadOptions load;
   bool checks_integrity = false;
@@ -88,24 +95,26 @@ T number(const char* option, const char* text) {
   return value;
 }
 
-std::vector<int32_t> token_ids(std::string text) {
+std::vector<int32_t> token_ids(const char* option, std::string text) {
+  const std::string expected = std::string(option) + ": expected token ids such as `1 9690 198`, ";
   for (char& c : text) c = c == ',' ? ' ' : c;
   std::istringstream words(text);
   std::vector<int32_t> ids;
   for (std::string word; words >> word;) {
     if (word.size() > 9 || word.find_first_not_of("0123456789") != word.npos) {
-      throw UsageError{"--tokens: expected token ids such as `1 9690 198`, got `" +
-                       word.substr(0, 40) + "`"};
+      throw UsageError{expected + "got `" + word.substr(0, 40) + "`"};
     }
     ids.push_back(std::stoi(word));
   }
-  if (ids.empty()) throw UsageError{"--tokens: expected token ids such as `1 9690 198`, got none"};
+  if (ids.empty()) throw UsageError{expected + "got none"};
   return ids;
 }
 
 enum Option {
   kTokens = 256,
   kMaxNew,
+  kStop,
+  kStopTokens,
   kTemperature,
   kTopK,
   kTopP,
@@ -113,6 +122,8 @@ enum Option {
   kSeed,
   kFormat,
   kThreads,
+  kDevice,
+  kNoCudaGraphs,
   kNoNative,
   kWeightsDir,
   kIntegrity,
@@ -124,6 +135,8 @@ constexpr option kOptions[] = {
     {"prompt", required_argument, nullptr, 'p'},
     {"tokens", required_argument, nullptr, kTokens},
     {"max-new", required_argument, nullptr, kMaxNew},
+    {"stop", required_argument, nullptr, kStop},
+    {"stop-tokens", required_argument, nullptr, kStopTokens},
     {"temperature", required_argument, nullptr, kTemperature},
     {"top-k", required_argument, nullptr, kTopK},
     {"top-p", required_argument, nullptr, kTopP},
@@ -131,6 +144,8 @@ constexpr option kOptions[] = {
     {"seed", required_argument, nullptr, kSeed},
     {"format", required_argument, nullptr, kFormat},
     {"threads", required_argument, nullptr, kThreads},
+    {"device", required_argument, nullptr, kDevice},
+    {"no-cuda-graphs", no_argument, nullptr, kNoCudaGraphs},
     {"no-native", no_argument, nullptr, kNoNative},
     {"weights-dir", required_argument, nullptr, kWeightsDir},
     {"integrity", no_argument, nullptr, kIntegrity},
@@ -147,11 +162,21 @@ void take_option(int code, const char* value, Arguments& arguments) {
       arguments.prompt = value;
       break;
     case kTokens:
-      arguments.tokens = token_ids(value);
+      arguments.tokens = token_ids("--tokens", value);
       break;
     case kMaxNew:
       arguments.generate.max_new = number<int64_t>("max-new", value);
       break;
+    case kStop:
+      if (*value == '\0') throw UsageError{"--stop: expected a text, got none"};
+      arguments.stop_texts.emplace_back(value);
+      break;
+    case kStopTokens: {
+      const std::vector<int32_t> ids = token_ids("--stop-tokens", value);
+      auto& stops = arguments.generate.stop_tokens;
+      stops.insert(stops.end(), ids.begin(), ids.end());
+      break;
+    }
     case kTemperature:
       sampling.temperature = number<double>("temperature", value);
       break;
@@ -170,6 +195,12 @@ void take_option(int code, const char* value, Arguments& arguments) {
     case kThreads:
       arguments.load.threads = number<int>("threads", value);
       break;
+    case kDevice:
+      arguments.load.device = value;
+      break;
+    case kNoCudaGraphs:
+      arguments.load.cuda_graphs = false;
+      break;
     case kNoNative:
       arguments.load.allow_native = false;
       break;
@@ -186,10 +217,10 @@ void take_option(int code, const char* value, Arguments& arguments) {
       arguments.shows_stats = true;
       break;
     case kFormat:
-      if (std::strcmp(value, "aoti") != 0) {
-        throw UsageError{std::string("--format: expected aoti, the only one here, got `") + value +
-                         "`"};
+      if (std::strcmp(value, "aoti") != 0 && std::strcmp(value, "onnx") != 0) {
+        throw UsageError{std::string("--format: expected aoti or onnx, got `") + value + "`"};
       }
+      arguments.load.format = value;
       break;
     case 'h':
       std::fputs(kHelp, stdout);
@@ -210,6 +241,9 @@ Arguments parse(int argc, char** argv) {
                         arguments.checks_integrity + arguments.checks_vectors;
   if (num_tasks != 1) {
     throw UsageError{"expected one of `-p TEXT`, `--tokens IDS`, `--integrity` and `--vectors`"};
+  }
+  if (!arguments.prompt && !arguments.stop_texts.empty()) {
+    throw UsageError{"`--stop` needs `-p TEXT`"};
   }
   if (arguments.prompt == "-") {
     arguments.prompt = std::string(std::istreambuf_iterator<char>(std::cin), {});
@@ -243,6 +277,34 @@ void show_stats(const Times& times, size_t num_prompt, const Generated& result) 
   std::fprintf(stderr, "finish       %s\n", result.finish_reason.c_str());
 }
 
+// What is printed of the tokens: ids, or text up to a stop text.
+class Printer {
+ public:
+  Printer(std::optional<TextStream> text, const std::vector<std::string>& stops)
+      : text_(std::move(text)), stops_(stops) {}
+
+  // Whether to go on.
+  bool print(int32_t token) {
+    write_piece(text_ ? stops_.push(text_->push(token))
+                      : (is_first_ ? "" : " ") + std::to_string(token));
+    is_first_ = false;
+    return !is_stopped() && std::ferror(stdout) == 0;
+  }
+
+  void finish() {
+    std::string rest;
+    if (text_) rest = stops_.push(text_->finish());
+    write_piece(rest + stops_.finish() + "\n");
+  }
+
+  bool is_stopped() const { return stops_.matched().has_value(); }
+
+ private:
+  std::optional<TextStream> text_;
+  StopTexts stops_;
+  bool is_first_ = true;
+};
+
 int run(Arguments& arguments) {
   Times times{};
   times.start = Clock::now();
@@ -253,19 +315,20 @@ int run(Arguments& arguments) {
     text = model.tokenizer().stream();
     arguments.tokens = model.tokenizer().encode(*arguments.prompt);
   }
-  times.loaded = times.first = times.last = Clock::now();
+  Printer printer(std::move(text), arguments.stop_texts);
   GenerateOptions& options = arguments.generate;
-  options.stop_tokens = model.manifest().stop_tokens;
-  bool is_first = true;
+  const std::vector<int64_t>& stops = model.manifest().stop_tokens;
+  options.stop_tokens.insert(options.stop_tokens.end(), stops.begin(), stops.end());
   options.on_token = [&](int32_t token) {
+    const bool is_first = times.last == times.loaded;
     times.last = Clock::now();
     if (is_first) times.first = times.last;
-    write_piece(text ? text->push(token) : (is_first ? "" : " ") + std::to_string(token));
-    is_first = false;
-    return std::ferror(stdout) == 0;
+    return printer.print(token);
   };
-  const Generated result = generate(session, *arguments.tokens, options);
-  write_piece(text ? text->finish() + "\n" : "\n");
+  times.loaded = times.first = times.last = Clock::now();
+  Generated result = generate(session, *arguments.tokens, options);
+  printer.finish();
+  if (printer.is_stopped()) result.finish_reason = "stop";
   if (arguments.shows_stats) show_stats(times, arguments.tokens->size(), result);
   return 0;
 }
@@ -280,8 +343,9 @@ int check_all(const Arguments& arguments) {
   const std::vector<VectorResult> results = check_vectors(model);
   bool is_good = !results.empty();
   for (const VectorResult& result : results) {
-    std::printf("%-4s  %-20s  %.3g (at most %.3g)  %s\n", result.passed() ? "ok" : "FAIL",
-                result.entry.c_str(), result.figure, result.limit, result.detail.c_str());
+    std::printf("%-4s  %-20s  %-4s  %.3g (at most %.3g)  %s\n", result.passed() ? "ok" : "FAIL",
+                result.entry.c_str(), result.format.c_str(), result.figure, result.limit,
+                result.detail.c_str());
     is_good = is_good && result.passed();
   }
   if (results.empty()) std::fputs("error: no program that runs here has test vectors\n", stderr);

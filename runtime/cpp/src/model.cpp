@@ -4,15 +4,17 @@
 
 #include "aoti.h"
 #include "compat.h"
+#include "cuda.h"
+#include "onnx.h"
 #include "text.h"
 
 namespace llama_runtime {
 namespace {
 
 template <typename Names>
-std::string listed(const Names& names) {
+std::string listed(const Names& names, const char* separator = ", ") {
   std::string text;
-  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  for (const auto& name : names) text += (text.empty() ? "" : separator) + name;
   return text;
 }
 
@@ -34,12 +36,36 @@ std::vector<const ProgramRecord*> of_entry(const Manifest& manifest, const std::
   return exact.empty() ? generic : exact;
 }
 
+// The number of the CUDA device, or -1 for the CPU.
+int checked_device(const std::string& device) {
+  if (device == "cpu") return -1;
+  const bool is_numbered = device.starts_with("cuda:") && device.size() == 6;
+  if (device != "cuda" && !(is_numbered && device[5] >= '0' && device[5] <= '9')) {
+    throw Error(ErrorCode::kInput, "expected cpu, cuda or one such as cuda:1, got " + shown(device),
+                "device");
+  }
+  const int number = is_numbered ? device[5] - '0' : 0;
+  if (cuda_capability(number)) return number;
+  throw Error(ErrorCode::kCompatibility,
+              "there is no such device, or this runtime was built without CUDA", device,
+              "use --device cpu");
+}
+
 }  // namespace
 
 Model::Model(const std::filesystem::path& folder, const LoadOptions& options) : options_(options) {
+  if (!options.format.empty() && options.format != "aoti" && options.format != "onnx") {
+    throw Error(ErrorCode::kInput, "expected aoti or onnx, got " + shown(options.format), "format");
+  }
   auto shared = std::make_shared<Shared>();
+  shared->threads = options.threads;
+  shared->cuda_device = checked_device(options.device);
+  shared->cuda_graphs = options.cuda_graphs;
   shared->bundle = open_bundle(std::filesystem::absolute(folder));
   shared->weights = map_weights(shared->bundle, options.weights_dir);
+  if (shared->cuda_device >= 0) {
+    for (auto& [name, tensor] : shared->weights) tensor = to_cuda(tensor, shared->cuda_device);
+  }
   shared_ = std::move(shared);
   if (options.threads > 0) set_num_threads(options.threads);
 }
@@ -52,16 +78,18 @@ std::shared_ptr<Entry> Model::entry(const std::string& name) {
   std::vector<Entry::Variant> variants;
   for (const ProgramRecord& other : manifest().programs) {
     if (other.variant.empty() || !is_alike(other, program)) continue;
-    if (misfit(other, options_.allow_native)) continue;
+    if (misfit(other, options_)) continue;
     variants.push_back({other.variant, [shared = shared_, other] { return load(*shared, other); }});
   }
-  entry = std::make_shared<Entry>(program, load(*shared_, program), std::move(variants));
+  entry = std::make_shared<Entry>(program, load(*shared_, program), std::move(variants),
+                                  shared_->cuda_device);
   return entry;
 }
 
 std::shared_ptr<Entry> Model::open(const ProgramRecord& program) {
   check(program);
-  return std::make_shared<Entry>(program, load(*shared_, program), std::vector<Entry::Variant>{});
+  return std::make_shared<Entry>(program, load(*shared_, program), std::vector<Entry::Variant>{},
+                                 shared_->cuda_device);
 }
 
 const Tokenizer& Model::tokenizer() {
@@ -76,7 +104,7 @@ const Tokenizer& Model::tokenizer() {
   return *tokenizer_;
 }
 
-std::shared_ptr<NativeProgram> Model::load(const Shared& shared, const ProgramRecord& program) {
+std::shared_ptr<LoadedProgram> Model::load(const Shared& shared, const ProgramRecord& program) {
   check_digest(shared.bundle, program.file);
   const std::filesystem::path path = shared.bundle.path(program.file);
   std::map<std::string, Tensor> constants;
@@ -87,24 +115,30 @@ std::shared_ptr<NativeProgram> Model::load(const Shared& shared, const ProgramRe
     }
     constants.insert(*found);
   }
-  return std::make_shared<NativeProgram>(path, constants);
+  if (shared.cuda_device >= 0) {
+    return load_cuda(path, program, constants, shared.cuda_device, shared.cuda_graphs);
+  }
+  if (program.format != "onnx") return load_aoti(path, constants);
+  // ONNX Runtime maps the file beside the program; weights that lie elsewhere it is given.
+  if (shared.bundle.manifest.referenced.empty()) constants.clear();
+  return load_onnx({program, path, std::move(constants), shared.threads});
+}
+
+bool Model::runs(const ProgramRecord& program) const {
+  const bool is_wanted = options_.format.empty() || options_.format == program.format;
+  return is_wanted && !misfit(program, options_);
 }
 
 void Model::check(const ProgramRecord& program) const {
-  if (const auto reason = misfit(program, options_.allow_native)) throw *reason;
+  if (const auto reason = misfit(program, options_)) throw *reason;
 }
 
 const ProgramRecord& Model::choose(const std::string& name) const {
   const std::vector<const ProgramRecord*> programs = of_entry(manifest(), name);
   std::set<std::string> names, formats;
-  const ProgramRecord* chosen = nullptr;
   for (const ProgramRecord* program : programs) {
     names.insert(program->entry);
     formats.insert(program->format);
-    if (program->format != "aoti") continue;
-    const bool is_better = chosen == nullptr || (misfit(*chosen, options_.allow_native) &&
-                                                 !misfit(*program, options_.allow_native));
-    if (is_better) chosen = program;
   }
   const std::string where = folder().string();
   if (names.empty()) {
@@ -115,12 +149,22 @@ const ProgramRecord& Model::choose(const std::string& name) const {
     throw Error(ErrorCode::kInput, "the bundle has several entries " + shown(name), where,
                 "say which: " + listed(names));
   }
-  if (chosen == nullptr) {
-    throw Error(ErrorCode::kCompatibility, shown(name) + " is not there in format aoti", where,
-                "it is there in " + listed(formats) + "; build it with --format aoti");
+  std::vector<std::string> wanted{options_.format};
+  if (options_.format.empty()) wanted = runnable_formats();
+  const ProgramRecord* refused = nullptr;
+  for (const std::string& format : wanted) {
+    for (const ProgramRecord* program : programs) {
+      if (program->format != format) continue;
+      if (!misfit(*program, options_)) return *program;
+      if (refused == nullptr) refused = program;
+    }
   }
-  check(*chosen);
-  return *chosen;
+  if (refused == nullptr) {
+    throw Error(ErrorCode::kCompatibility,
+                shown(name) + " is not there in format " + listed(wanted, " or "), where,
+                "it is there in " + listed(formats) + "; build it with --format " + wanted[0]);
+  }
+  throw *misfit(*refused, options_);
 }
 
 }  // namespace llama_runtime

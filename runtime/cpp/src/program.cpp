@@ -3,25 +3,25 @@
 #include <algorithm>
 #include <mutex>
 
-#include "aoti.h"
 #include "call.h"
 #include "llama_runtime/error.h"
+#include "loaded_program.h"
 
 namespace llama_runtime {
 
 struct Entry::Impl {
   struct Loaded {
     Variant variant;
-    std::shared_ptr<NativeProgram> program;  // once it was needed
+    std::shared_ptr<LoadedProgram> program;  // once it was needed
   };
-  std::shared_ptr<NativeProgram> program;
+  std::shared_ptr<LoadedProgram> program;
   std::vector<Loaded> variants;  // those that fix most come first
   std::mutex loading;
 };
 
-Entry::Entry(ProgramRecord record, std::shared_ptr<NativeProgram> program,
-             std::vector<Variant> variants)
-    : record_(std::move(record)), impl_(std::make_unique<Impl>()) {
+Entry::Entry(ProgramRecord record, std::shared_ptr<LoadedProgram> program,
+             std::vector<Variant> variants, int cuda_device)
+    : record_(std::move(record)), cuda_device_(cuda_device), impl_(std::make_unique<Impl>()) {
   impl_->program = std::move(program);
   std::stable_sort(variants.begin(), variants.end(), [](const Variant& a, const Variant& b) {
     return a.sizes.size() > b.sizes.size();
@@ -31,7 +31,7 @@ Entry::Entry(ProgramRecord record, std::shared_ptr<NativeProgram> program,
 
 Entry::~Entry() = default;
 
-NativeProgram& Entry::fitting(const Sizes& sizes) {
+LoadedProgram& Entry::fitting(const Sizes& sizes) {
   const std::lock_guard lock(impl_->loading);
   for (Impl::Loaded& loaded : impl_->variants) {
     const Sizes& fixed = loaded.variant.sizes;
@@ -53,7 +53,7 @@ std::vector<Tensor> Entry::run(States* states, const std::map<std::string, Tenso
   if (states) {
     arguments.insert(arguments.end(), states->tensors().begin(), states->tensors().end());
   }
-  NativeProgram& program = fitting(sizes);
+  LoadedProgram& program = fitting(sizes);
   std::vector<Tensor> results;
   try {
     results = program.run(arguments);

@@ -14,7 +14,7 @@
 namespace llama_runtime {
 namespace {
 
-constexpr double kMaxTemperature = 1e30;  // beyond it all tokens are equally likely anyway
+constexpr double kMaxTemperature = 1e30;      // beyond it all tokens are equally likely anyway
 constexpr int64_t kNumLikely[] = {64, 1024};  // top_p seldom needs more tokens than these
 constexpr uint64_t kRowStride = 0x9E3779B97F4A7C15;  // spreads the seeds of the rows
 

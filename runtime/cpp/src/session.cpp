@@ -46,7 +46,7 @@ Session::Session(Model& model)
   tokens_ = input(entry, "tokens");
   const TensorSpec& pos = input(entry, "pos");
   if (pos.values) capacity_ = std::min(capacity_, pos.values->max + 1);
-  states_ = std::make_unique<States>(entry.signature());
+  states_ = std::make_unique<States>(entry.new_states());
 }
 
 Tensor Session::prefill(const std::vector<int32_t>& tokens) {
@@ -123,8 +123,14 @@ Generated generate(Session& session, const std::vector<int32_t>& prompt,
   }
   Sampler sampler(options.sampling);
   Generated result;
-  Tensor logits = session.prefill(prompt);
+  session.check(std::vector(static_cast<size_t>(session.batch()), prompt));
+  std::vector<int32_t> fed = prompt;
   while (true) {
+    if (session.is_stopped_->exchange(false)) {
+      result.finish_reason = "cancelled";
+      return result;
+    }
+    const Tensor logits = session.prefill(fed);
     Tensor first = logits;
     first.shape[0] = 1;  // row 0
     const int32_t token = sampler.sample(first)[0];
@@ -143,7 +149,7 @@ Generated generate(Session& session, const std::vector<int32_t>& prompt,
       result.finish_reason = "length";
       return result;
     }
-    logits = session.decode(token);
+    fed = {token};
   }
 }
 

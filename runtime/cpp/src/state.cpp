@@ -2,6 +2,7 @@
 
 #include <set>
 
+#include "cuda.h"
 #include "llama_runtime/error.h"
 
 namespace llama_runtime {
@@ -41,11 +42,13 @@ void check_sizes(const Signature& signature, const Sizes& sizes) {
 
 }  // namespace
 
-States::States(const Signature& signature, const Sizes& sizes)
+States::States(const Signature& signature, const Sizes& sizes, int cuda_device)
     : specs_(signature.states), sizes_(sizes) {
   check_sizes(signature, sizes);
   for (const TensorSpec& spec : specs_) {
-    tensors_.push_back(Tensor::zeros(spec.dtype, resolve(spec.shape, sizes)));
+    const std::vector<int64_t> shape = resolve(spec.shape, sizes);
+    tensors_.push_back(cuda_device < 0 ? Tensor::zeros(spec.dtype, shape)
+                                       : cuda_zeros(spec.dtype, shape, cuda_device));
   }
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <limits>
 
-#include "compat.h"
 #include "llama_runtime/error.h"
 #include "strict_json.h"
 #include "text.h"
@@ -154,7 +153,7 @@ std::vector<T> chosen(const std::vector<T>& values, const std::vector<int64_t>& 
 Finding run_calls(Entry& entry, const Vectors& vectors, double limit) {
   std::optional<States> states;
   if (!entry.signature().states.empty()) {
-    states.emplace(entry.signature(), vectors.sizes);
+    states.emplace(entry.new_states(vectors.sizes));
     for (const Tensor& tensor : states->tensors()) fill(tensor, vectors.fill);
   }
   Finding finding;
@@ -186,7 +185,7 @@ Finding run_calls(Entry& entry, const Vectors& vectors, double limit) {
 }
 
 VectorResult check_program(Model& model, const ProgramRecord& program) {
-  VectorResult result{program.entry, 0, limit_of(program.dtype), ""};
+  VectorResult result{program.entry, program.format, 0, limit_of(program.dtype), ""};
   const Vectors vectors = read_vectors({model.folder(), model.manifest()}, program.entry);
   try {
     const Finding finding = run_calls(*model.open(program), vectors, result.limit);
@@ -205,8 +204,7 @@ std::vector<VectorResult> check_vectors(Model& model) {
   std::vector<VectorResult> results;
   for (const ProgramRecord& program : model.manifest().programs) {
     const bool has_vectors = model.manifest().file(vectors_name(program.entry)) != nullptr;
-    if (program.format == "aoti" && program.variant.empty() && has_vectors &&
-        !misfit(program, true)) {
+    if (program.variant.empty() && has_vectors && model.runs(program)) {
       results.push_back(check_program(model, program));
     }
   }

@@ -16,7 +16,11 @@ namespace llama_runtime {
 
 struct LoadOptions {
   int threads = 0;           // of all programs of the process; 0 leaves torch's number
-  bool allow_native = true;  // false refuses compiled programs, the only ones that run here
+  bool allow_native = true;  // false refuses compiled programs (aoti)
+  // `aoti` or `onnx`; empty takes for each entry the first of these that fits this machine.
+  std::string format;
+  std::string device = "cpu";  // or `cuda`, or one such as `cuda:1`
+  bool cuda_graphs = true;     // there, replays captured steps instead of launching each anew
   std::filesystem::path weights_dir;  // the checkpoint's folder, for a bundle without weights
 };
 
@@ -30,10 +34,13 @@ class Model {
   const Manifest& manifest() const { return shared_->bundle.manifest; }
   const std::filesystem::path& folder() const { return shared_->bundle.folder; }
 
-  // The entry of that name, in format aoti; `generate` is enough where there is one `generate<N>`.
+  // The entry of that name; `generate` is enough where there is one `generate<N>`.
   // Throws Error: kInput where the bundle has no such entry or several; kCompatibility where none
   // of its programs fits this machine; kIntegrity where its file is damaged.
   std::shared_ptr<Entry> entry(const std::string& name);
+
+  // Whether a program is of a format that the options allow and fits this machine.
+  bool runs(const ProgramRecord& program) const;
 
   // One program of the manifest, whatever call it gets. Throws as `entry`.
   std::shared_ptr<Entry> open(const ProgramRecord& program);
@@ -47,9 +54,12 @@ class Model {
   struct Shared {
     Bundle bundle;
     std::map<std::string, Tensor> weights;
+    int threads = 0;
+    int cuda_device = -1;
+    bool cuda_graphs = true;
   };
 
-  static std::shared_ptr<NativeProgram> load(const Shared& shared, const ProgramRecord& program);
+  static std::shared_ptr<LoadedProgram> load(const Shared& shared, const ProgramRecord& program);
   const ProgramRecord& choose(const std::string& name) const;
   void check(const ProgramRecord& program) const;
 

@@ -1,6 +1,7 @@
 // One conversation: a set of states and the position up to which they are filled.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -12,6 +13,9 @@
 #include "llama_runtime/state.h"
 
 namespace llama_runtime {
+
+struct GenerateOptions;
+struct Generated;
 
 // Feeds tokens and keeps count of positions. A call that is refused for its arguments (kInput)
 // changes nothing. A call that fails while a program runs may have written a part of its step:
@@ -36,6 +40,9 @@ class Session {
   void check(const std::vector<std::vector<int32_t>>& rows) const;
   // Back to position 0, also after a failure. Old contents are never read again.
   void reset();
+  // Ends `generate` before its next step, with the reason `cancelled`; where none is running, the
+  // next one. May be called from any thread, and changes nothing else.
+  void stop() { is_stopped_->store(true); }
 
   int64_t position() const { return position_; }
   int64_t capacity() const { return capacity_; }
@@ -44,6 +51,7 @@ class Session {
   int64_t num_logits() const { return num_logits_; }
 
  private:
+  friend Generated generate(Session&, const std::vector<int32_t>&, const GenerateOptions&);
   Tensor step(const std::vector<std::vector<int32_t>>& rows, size_t start, size_t count);
   size_t chunk_len() const;
 
@@ -56,6 +64,8 @@ class Session {
   int64_t num_logits_ = 0;
   int64_t position_ = 0;
   bool is_broken_ = false;
+  // Held by pointer so that a session can be moved.
+  std::unique_ptr<std::atomic<bool>> is_stopped_ = std::make_unique<std::atomic<bool>>(false);
 };
 
 struct GenerateOptions {

@@ -13,10 +13,11 @@ namespace llama_runtime {
 // share one set. Owned by the caller; not for two calls at the same time.
 class States {
  public:
-  // All zero, without touching the memory. `sizes` are those of dynamic dimensions, such as
+  // All zero, on the host without touching the memory. `cuda_device` is the number of the device
+  // that they lie on, or -1. `sizes` are those of dynamic dimensions, such as
   // `PoolPages` of a pool, and no others.
   // Throws Error(kInput): one is missing, unknown, or out of its range.
-  explicit States(const Signature& signature, const Sizes& sizes = {});
+  explicit States(const Signature& signature, const Sizes& sizes = {}, int cuda_device = -1);
 
   const std::vector<TensorSpec>& specs() const { return specs_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }

@@ -30,11 +30,12 @@ struct Tensor {
   DType dtype = DType::f32;
   std::vector<int64_t> shape;
   std::shared_ptr<void> data;
+  bool is_on_device = false;  // of CUDA: only programs there read it
 
   int64_t numel() const;
   int64_t nbytes() const;
 
-  // New memory, all zero, which the kernel gives page by page when it is first used.
+  // New memory of the host, all zero, which the kernel gives page by page when it is first used.
   static Tensor zeros(DType dtype, std::vector<int64_t> shape);
   // One dimension, or none (`scalar`), of int32.
   static Tensor from_ids(const std::vector<int32_t>& ids, std::vector<int64_t> shape);

@@ -14,6 +14,7 @@ namespace llama_runtime {
 // of the largest expected value, or the number of wrong integers; NaN where it could not be run.
 struct VectorResult {
   std::string entry;
+  std::string format;
   double figure = 0;
   double limit = 0;
   std::string detail;
@@ -21,7 +22,7 @@ struct VectorResult {
   bool passed() const { return figure <= limit; }
 };
 
-// Runs every program that fits this machine and has vectors; not its variants.
+// Runs every program that `Model::runs` and that has vectors; not its variants.
 // Throws Error(kIntegrity): a file of vectors is damaged.
 std::vector<VectorResult> check_vectors(Model& model);
 
