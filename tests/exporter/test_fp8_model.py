@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package, aoti_load_package
-from torch._inductor import config as inductor_config
 
 from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Numerics
@@ -23,7 +22,6 @@ from llama_export.entries import registry
 from llama_export.entries.registry import Sizes
 from llama_export.lower import aoti
 from llama_export.lower.backend import needed_capability
-from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.model import fp8
 from llama_export.model.llama import INV_FREQ, Formulation, Linear
 from llama_export.trace import Job, trace
@@ -288,7 +286,7 @@ def test_compiled_products(isa: str, num_rows: int, tmp_path: Path) -> None:
     model, x = Layers(), draw((num_rows, 5, 64), seed=1).bfloat16().float()
     x[:, 0] = 2
     archive = io.BytesIO()
-    with inductor_config.patch(options), aoti._quiet(), vector_bitcasts():
+    with aoti.compiler(options):
         aoti_compile_and_package(torch.export.export(model, (x,)), package_path=archive)
     path = tmp_path / "layers.pt2"
     path.write_bytes(archive.getvalue())

@@ -90,14 +90,7 @@ class AotiBackend:
             program = move_to_device_pass(program, "cuda")
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with (
-            inductor_config.patch(options),
-            _quiet(),
-            vector_bitcasts(),
-            without_file_names(),
-            small_loops_serial(),
-            without_stack_traces(),
-        ):
+        with compiler(options):
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())
@@ -143,8 +136,16 @@ def _compiler(device: str) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
+def compiler(options: dict[str, Any]) -> Iterator[None]:
+    """Inductor compiles in the block as this project needs it."""
+    with (
+        warnings.catch_warnings(),
+        inductor_config.patch(options),
+        vector_bitcasts(),
+        without_file_names(),
+        small_loops_serial(),
+        without_stack_traces(),
+    ):
         warnings.simplefilter("ignore")
         yield
 

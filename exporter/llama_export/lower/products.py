@@ -1,8 +1,8 @@
 """The kernel of `llama_export::products` in native code.
 
-Inductor's own code for a multiply and reduce reads one row of the weight at a time and ends each in
-a horizontal sum, in functions that hold a whole network. This kernel reads several rows at a time;
-its source depends on the shapes alone, so that all layers share one function.
+Inductor puts a multiply and reduce into functions that hold a whole network, and reads the weights
+that share an input side by side. This kernel reads them one after the other, at the speed of the
+memory; its source depends on shapes and dtypes alone, so that all layers share one function.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 from torch._inductor.lowering import register_lowering
-from torch._inductor.virtualized import V
 
-from llama_export.model.products import products
+import llama_export.model.products  # noqa: F401  # the operator
 
 _HELPERS = r"""
 #ifndef LLAMA_EXPORT_PRODUCTS
@@ -44,7 +43,7 @@ inline void dot(const float* x, const W* w, int64_t width, float* y, int64_t tot
     #pragma GCC unroll 8
     for (int c = 0; c < chains; ++c) {
       const int64_t at = k + c * step;
-      const auto weights = at::vec::convert<float, parts, W, 1>(
+      const at::vec::VectorizedN<float, parts> weights = at::vec::convert<float, parts, W, 1>(
           at::vec::VectorizedN<W, 1>(at::vec::Vectorized<W>::loadu(w + at)));
       #pragma GCC unroll 8
       for (int m = 0; m < Num; ++m)
@@ -87,10 +86,10 @@ class Products(ir.ExternKernelOut):
 
     def codegen(self, wrapper: Any) -> None:
         """Writes the call, and the kernel if no earlier call has the same shapes."""
-        x, *weights = self.inputs
-        arguments = [("float", x), *((DTYPE_TO_CPP[w.get_dtype()], w) for w in weights)]
-        types = [f"const {dtype}*" for dtype, _ in arguments] + ["float*"]
-        source = _source(tuple(x.get_size()), [tuple(w.get_size()) for w in weights], types)
+        nodes: list[Any] = list(self.inputs)
+        types = [f"const {DTYPE_TO_CPP[node.get_dtype()]}*" for node in nodes] + ["float*"]
+        x_size, *weight_sizes = (tuple(map(int, node.get_size())) for node in nodes)
+        source = _source(x_size, weight_sizes, types)
         name = wrapper.src_to_kernel.get(source)
         if name is None:
             name = f"llama_products_{wrapper.next_kernel_suffix()}"
@@ -99,7 +98,7 @@ class Products(ir.ExternKernelOut):
             wrapper.define_kernel(
                 name, source.replace("NAME", name), gpu=False, cpp_definition=f"{signature};\n"
             )
-        call = [node.codegen_reference() for _, node in arguments] + [self.get_name()]
+        call = [node.codegen_reference() for node in nodes] + [self.get_name()]
         wrapper.generate_kernel_call(name, call, triton=False, arg_types=types)
 
 

@@ -20,7 +20,7 @@ def small_loops_serial() -> Iterator[None]:
 
     Where the number of threads is not known at build time, Inductor makes every loop parallel.
     """
-    original = CppKernel.decide_parallel_depth
+    original: Any = CppKernel.decide_parallel_depth
 
     def decide(kernel: Any, max_parallel_depth: ParallelDepth, threads: int) -> ParallelDepth:
         sizes = kernel.call_ranges
