@@ -21,7 +21,8 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.export.passes import move_to_device_pass
 
-import llama_export.lower.products  # noqa: F401  # a lowering that Inductor finds by the operator
+import llama_export.lower.cached  # lowerings that Inductor finds by their operators
+import llama_export.lower.products  # noqa: F401
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target

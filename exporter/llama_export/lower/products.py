@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 from torch._inductor.lowering import register_lowering
 
 import llama_export.model.products  # noqa: F401  # the operator
+from llama_export.lower.kernel import Call, Kernel
 
 _HELPERS = r"""
 #ifndef LLAMA_EXPORT_PRODUCTS
@@ -81,49 +81,25 @@ inline void rows_of(const float* x, const W* w, int64_t num_rows, int64_t width,
 """
 
 
-class Products(ir.ExternKernelOut):
-    """A call of the kernel; inputs are x [R, H] float32 and the weights [V, H]."""
+class Products(Kernel):
+    """Inputs are x [R, H] float32 and the weights [V, H]."""
 
-    def codegen(self, wrapper: Any) -> None:
-        """Writes the call, and the kernel if no earlier call has the same shapes."""
-        nodes: list[Any] = list(self.inputs)
-        types = [f"const {DTYPE_TO_CPP[node.get_dtype()]}*" for node in nodes] + ["float*"]
-        x_size, *weight_sizes = (tuple(map(int, node.get_size())) for node in nodes)
-        source = _source(x_size, weight_sizes, types)
-        name = wrapper.src_to_kernel.get(source)
-        if name is None:
-            name = f"llama_products_{wrapper.next_kernel_suffix()}"
-            wrapper.src_to_kernel[source] = name
-            signature = _signature(types).replace("NAME", name)
-            wrapper.define_kernel(
-                name, source.replace("NAME", name), gpu=False, cpp_definition=f"{signature};\n"
+    def source(
+        self, dtypes: Sequence[str], sizes: Sequence[Sequence[Any]]
+    ) -> tuple[str, Call, str]:
+        (num, width), *weights = (tuple(map(int, size)) for size in sizes)
+        total = sum(size for size, _ in weights)
+        names = ["x", *(f"w{i}" for i in range(len(weights)))]
+        parameters = [(f"const {dtype}*", name) for dtype, name in zip(dtypes, names, strict=True)]
+        calls, offset = [], 0
+        for dtype, name, (size, _) in zip(dtypes[1:], names[1:], weights, strict=True):
+            calls.append(
+                f"llama_export::rows_of<{dtype}, {num}>"
+                f"(x, {name}, {size}, {width}, {offset}, first, last, y, {total});"
             )
-        call = [node.codegen_reference() for node in nodes] + [self.get_name()]
-        wrapper.generate_kernel_call(name, call, triton=False, arg_types=types)
-
-
-def _signature(types: Sequence[str]) -> str:
-    names = ["x", *(f"w{i}" for i in range(len(types) - 2)), "y"]
-    return f'extern "C" void NAME({", ".join(map(" ".join, zip(types, names, strict=True)))})'
-
-
-def _source(x: Sequence[int], weights: Sequence[Sequence[int]], types: Sequence[str]) -> str:
-    num, width = x
-    total = sum(size for size, _ in weights)
-    calls, offset = [], 0
-    for i, (size, _) in enumerate(weights):
-        dtype = types[i + 1].removeprefix("const ").removesuffix("*")
-        calls.append(
-            f"llama_export::rows_of<{dtype}, {num}>"
-            f"(x, w{i}, {size}, {width}, {offset}, first, last, y, {total});"
-        )
-        offset += size
-    lines = "\n    ".join(calls)
-    return f"""
-#include <torch/csrc/inductor/cpp_prefix.h>
-{_HELPERS}
-{_signature(types)}
-{{
+            offset += size
+        lines = "\n    ".join(calls)
+        body = f"""{{
   #pragma omp parallel
   {{
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -132,13 +108,10 @@ def _source(x: Sequence[int], weights: Sequence[Sequence[int]], types: Sequence[
   }}
 }}
 """
+        return _HELPERS, [*parameters, ("float*", "y")], body
 
 
 @register_lowering(torch.ops.llama_export.products.default, type_promotion_kind=None)
 def _lower(x: ir.TensorBox, weights: Sequence[ir.TensorBox]) -> ir.TensorBox:
-    inputs = [
-        ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(t)) for t in (x, *weights)
-    ]
     total = sum(int(weight.get_size()[0]) for weight in weights)
-    layout = ir.FixedLayout(x.get_device_or_error(), torch.float32, [x.get_size()[0], total])
-    return ir.TensorBox.create(Products(layout, inputs))
+    return ir.TensorBox.create(Products([x, *weights], [x.get_size()[0], total]))

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from llama_export.model.cached import attend_cached
+
 State = tuple[Tensor, Tensor]
 """One layer's keys and values: [B, K, M, D] in rows, [pages, K, L, D] in a pool."""
 
@@ -156,28 +158,43 @@ class CachedRows:
     """Tokens [B, S] that see their row of the cache up to their position.
 
     Attributes:
+        num_rows: B.
         positions: [B, S], or [1, S] where all rows share them.
         num_keys: how many cached positions are read, a number or a symbol of the graph.
         visible_BSC: which of them each token sees; None where it sees all.
         is_fused: one token a row is attended for in the fused form.
+        has_kernel: `attend_cached` takes the heads, and reads only what each token sees.
     """
 
+    num_rows: int
     positions: Tensor
     num_keys: Any
     visible_BSC: Tensor | None
     is_fused: bool
+    has_kernel: bool = False
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
         assert state is not None
         rows = torch.arange(q.shape[0], device=q.device)[:, None]
         for cache, new in zip(state, (k, v), strict=True):
             write_rows(cache, new, rows, self.positions)
+        if self.has_kernel:
+            mixed = attend_cached(q.flatten(0, 1), *state, *self._places)
+            return mixed.unflatten(0, q.shape[:2])
         keys, values = (cache[:, :, : self.num_keys] for cache in state)
         if self.is_fused:
             visible_BC = None if self.visible_BSC is None else self.visible_BSC[:, 0]
             return attend_one(q[:, 0], keys, values, visible_BC)[:, None]
         assert self.visible_BSC is not None
         return attend(q, keys, values, self.visible_BSC)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The cache as one page a row: a table, and the row and position of each token."""
+        device = self.positions.device
+        order = torch.arange(self.num_rows, dtype=torch.int32, device=device)[:, None]
+        size = (self.num_rows, self.positions.shape[1])
+        return order, order.expand(size).flatten(), self.positions.expand(size).flatten()
 
 
 @dataclass(frozen=True)
@@ -239,6 +256,7 @@ class Paged:
         rows: the table's row of each token; None: token p has row p.
         table: page numbers [rows, Q].
         page_len: positions of a page.
+        has_kernel: `attend_cached` takes the heads.
     """
 
     positions: Tensor
@@ -246,12 +264,15 @@ class Paged:
     rows: Tensor | None
     table: Tensor
     page_len: int
+    has_kernel: bool = False
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> Tensor:
         assert state is not None
         keys, values = state
         write_rows(keys, k, *self._places)
         write_rows(values, v, *self._places)
+        if self.has_kernel:
+            return attend_cached(q, keys, values, self.table, self._rows_of_tokens, self.positions)
         if self.rows is None:
             table = self.table.long()
             return attend_pages(q, keys[table], values[table], self._visible)
@@ -261,6 +282,12 @@ class Paged:
         k = keys[flat].transpose(0, 1).flatten(1, 2)[None]
         v = values[flat].transpose(0, 1).flatten(1, 2)[None]
         return attend(q[None], k, v, self._visible_of_all)[0]
+
+    @cached_property
+    def _rows_of_tokens(self) -> Tensor:
+        if self.rows is not None:
+            return self.rows
+        return torch.arange(self.table.shape[0], dtype=torch.int32, device=self.table.device)
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from llama_export.model.attention import (
     Paged,
     State,
 )
+from llama_export.model.cached import WIDTH_MULTIPLE
 from llama_export.model.generation import drawn, likeliest
 from llama_export.model.products import products
 from llama_export.model.stored import stored
@@ -316,7 +317,7 @@ class Llama(nn.Module):
         states: Sequence[State],
     ) -> Tensor:
         """Logits [rows, V] at packed index last[r]; token p of [P] is kept at pool slot slots[p]."""
-        context = Paged(positions, slots, rows, table, _page_len(states))
+        context = self._paged(positions, slots, rows, table, states)
         return self._head(self._hidden(tokens, context, states)[last.long()])
 
     def step_paged(
@@ -332,7 +333,7 @@ class Llama(nn.Module):
         states: Sequence[State],
     ) -> Tensor:
         """Logits [2 * rows, V]: `prefill_paged` and `decode_paged` in one call, prompts first."""
-        prompt = Paged(positions, slots, rows, table, _page_len(states))
+        prompt = self._paged(positions, slots, rows, table, states)
         step = self._paged_step(step_positions, table, states)
         return self._mixed_step(
             tokens, last, step_tokens, Mixed(prompt, step, tokens.shape[0]), states
@@ -435,9 +436,13 @@ class Llama(nn.Module):
     def _rows(
         self, positions: Tensor, first: Tensor, num_new: int, states: Sequence[State]
     ) -> CachedRows:
-        num_keys = self._num_keys(first, num_new, _capacity(states))
+        num_rows, capacity = states[0][0].shape[0], _capacity(states)
+        if self._has_kernel(states):
+            return CachedRows(num_rows, positions, capacity, None, is_fused=True, has_kernel=True)
+        num_keys = self._num_keys(first, num_new, capacity)
         visible = _arange(num_keys, positions) <= positions[:, :, None]
-        return CachedRows(positions, num_keys, visible, self.form.is_fused and num_new == 1)
+        is_fused = self.form.is_fused and num_new == 1
+        return CachedRows(num_rows, positions, num_keys, visible, is_fused)
 
     def _own_positions(self, positions: Tensor, states: Sequence[State]) -> CachedRows:
         # Idle rows write at the scratch position; they must not widen what the others read.
@@ -451,7 +456,21 @@ class Llama(nn.Module):
         slots = page * page_len + positions.clamp(min=0) % page_len
         # Idle rows, at position -1, write into page 0 and see one key, so that nothing is NaN.
         slots = torch.where(positions < 0, 0, slots)
-        return Paged(positions.clamp(min=0), slots, None, table, page_len)
+        return self._paged(positions.clamp(min=0), slots, None, table, states)
+
+    def _paged(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        rows: Tensor | None,
+        table: Tensor,
+        states: Sequence[State],
+    ) -> Paged:
+        has_kernel = self._has_kernel(states)
+        return Paged(positions, slots, rows, table, _page_len(states), has_kernel)
+
+    def _has_kernel(self, states: Sequence[State]) -> bool:
+        return self.form.is_fused and states[0][0].shape[3] % WIDTH_MULTIPLE == 0
 
     def _num_keys(self, first: Tensor, num_new: int, capacity: int) -> Any:
         start = self._start(first, num_new, capacity)

@@ -1,0 +1,145 @@
+"""Attention over kept keys and values: the operator, and its kernel in native code."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch.nn.functional import scaled_dot_product_attention
+
+from llama_export.lower import aoti
+from llama_export.model.cached import attend_cached
+from llama_runtime.machine import cpu_flags
+
+NEVER_READ = float("nan")
+NUM_COLUMNS, NUM_PAGES = 5, 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads and pages of one call, whose tokens stand in three rows of a scattered table."""
+
+    dtype: torch.dtype
+    kv_heads: int
+    group: int
+    width: int
+    page: int
+    num_tokens: int
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(self.width * 1000 + self.page * 10 + self.group)
+        shape = (NUM_PAGES, self.kv_heads, self.page, self.width)
+        q = torch.randn(
+            self.num_tokens, self.kv_heads * self.group, self.width, generator=generator
+        )
+        keys, values = (torch.randn(shape, generator=generator).to(self.dtype) for _ in range(2))
+        order = torch.randperm(NUM_PAGES - 2, generator=generator).int() + 2  # two in nobody's use
+        table = order.repeat(2)[: 3 * NUM_COLUMNS].view(3, NUM_COLUMNS)
+        rows = torch.randint(3, (self.num_tokens,), generator=generator).int()
+        last = NUM_COLUMNS * self.page - 1
+        positions = torch.randint(last, (self.num_tokens,), generator=generator).int()
+        positions[0], positions[-1] = 0, last
+        return q, keys, values, table, rows, positions
+
+
+CASES = [
+    Case(torch.bfloat16, 3, 3, 64, 16, 7),
+    Case(torch.bfloat16, 2, 4, 128, 16, 40),
+    Case(torch.bfloat16, 1, 8, 80, 100, 1),
+    Case(torch.float16, 2, 1, 64, 24, 9),
+    Case(torch.float32, 2, 2, 16, 1, 30),
+    Case(torch.float32, 1, 7, 48, 200, 5),
+]
+
+
+def judged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, *where: Tensor) -> Tensor:
+    """Each token by itself, in float64, over keys that are laid out one after the other."""
+    results = []
+    for token, row, position in zip(q, *where, strict=True):
+        k, v = (
+            torch.cat([state[page] for page in table[row]], dim=1)[:, : position + 1].double()
+            for state in (keys, values)
+        )
+        group = token.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        results.append(scaled_dot_product_attention(token.double()[:, None], k, v)[:, 0])
+    return torch.stack(results)
+
+
+class Calls(nn.Module):
+    def forward(self, all_arguments: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        return [attend_cached(*arguments) for arguments in all_arguments]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_operator_attends_up_to_the_position(case: Case) -> None:
+    arguments = case.arguments()
+    actual = attend_cached(*arguments)
+    torch.testing.assert_close(actual.double(), judged(*arguments), rtol=1e-5, atol=1e-5)
+
+
+def test_the_operator_is_whole() -> None:
+    torch.library.opcheck(torch.ops.llama_export.attend_cached.default, CASES[0].arguments())
+
+
+@pytest.fixture(scope="module", params=["avx512", "avx2"])
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not set(aoti.X86_ISAS[request.param][2]) <= cpu_flags():
+        pytest.skip(f"this CPU has no {request.param}")
+    options, _ = aoti._options("cpu", request.param)
+    archive = io.BytesIO()
+    program = torch.export.export(Calls(), ([case.arguments() for case in CASES],))
+    with aoti.compiler(options):
+        aoti_compile_and_package(program, package_path=archive)
+    path = tmp_path_factory.mktemp("cached") / "calls.pt2"
+    path.write_bytes(archive.getvalue())
+    return path
+
+
+@pytest.mark.slow
+def test_the_kernel_in_native_code(package: Path) -> None:
+    run = aoti_load_package(str(package))
+    results = []
+    for num_threads in (1, 2, 7):
+        torch.set_num_threads(num_threads)
+        results.append(run([case.arguments() for case in CASES]))
+    torch.set_num_threads(1)
+    for case, *runs in zip(CASES, *results, strict=True):
+        expected = judged(*case.arguments())
+        torch.testing.assert_close(runs[0].double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(runs[0], runs[1])  # however many threads share the work
+        assert torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.slow
+def test_the_kernel_reads_nothing_that_a_token_does_not_see(package: Path) -> None:
+    run = aoti_load_package(str(package))
+    calls = [case.arguments() for case in CASES]
+    clean = run(calls)
+    for _, keys, values, table, rows, positions in calls:
+        seen = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
+        for row, position in zip(rows, positions, strict=True):
+            for place in range(int(position) + 1):
+                seen[table[row, place // keys.shape[2]], place % keys.shape[2]] = True
+        assert not seen.all()
+        for state in (keys, values):
+            state.transpose(1, 2)[~seen] = NEVER_READ
+    for before, after in zip(clean, run(calls), strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "value"), [(3, NUM_PAGES), (3, -1), (4, 3), (5, NUM_COLUMNS * 16), (5, -1)]
+)
+def test_a_place_that_does_not_exist(package: Path, argument: int, value: int) -> None:
+    run = aoti_load_package(str(package))
+    calls = [case.arguments() for case in CASES]
+    calls[0][argument].view(-1)[1] = value
+    with pytest.raises(RuntimeError):
+        run(calls)
