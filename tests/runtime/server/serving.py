@@ -93,10 +93,11 @@ def serve_fake(
     max_queue: int = 100,
     max_body_bytes: int = 100_000,
     api_key: str | None = None,
+    hosts: frozenset[str] | None = None,
     grace_s: float = 5.0,
 ) -> contextlib.AbstractContextManager[Running]:
     """A server over a made-up engine."""
     served = Served(MODEL, tokenizer, 300, frozenset({2}), capacity=256, created=0)
     worker = Worker(engine, max_open=engine.num_rows + max_queue)
-    limits = Limits(engine.num_rows, max_queue, max_body_bytes, api_key)
+    limits = Limits(engine.num_rows, max_queue, max_body_bytes, api_key, hosts)
     return running(create_app(served, worker, limits), worker, grace_s=grace_s)
