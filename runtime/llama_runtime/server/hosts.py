@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -31,7 +31,11 @@ def allowed_hosts(
     """
     if not further and not is_loopback(sock):
         return None
-    names = (*_LOOPBACK_NAMES, sock.getsockname()[0], host, *further)
+    return host_names((*_LOOPBACK_NAMES, sock.getsockname()[0], host, *further))
+
+
+def host_names(names: Iterable[str]) -> frozenset[str]:
+    """Names and addresses as `HostCheck` compares them."""
     return frozenset(name.lower().strip("[]") for name in names)
 
 

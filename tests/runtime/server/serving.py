@@ -74,14 +74,17 @@ def running(app: FastAPI, worker: Worker, *, grace_s: float = 5.0) -> Iterator[R
     ready = threading.Event()
     with bind(Address("127.0.0.1", 0)) as sock:
         server = Server(app, worker, grace_s=grace_s, at_start=ready.set)
-        thread = threading.Thread(target=server.run, args=([sock],))
+        # A test that fails while the engine is held must not keep the process alive.
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
         thread.start()
         assert ready.wait(WAIT_SECONDS)
         base = url(sock)
         settings: dict[str, Any] = {"max_retries": 0, "timeout": WAIT_SECONDS}
         with openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, **settings) as client:
-            yield Running(base, server, worker, client)
-        server.should_exit = True
+            try:
+                yield Running(base, server, worker, client)
+            finally:
+                server.should_exit = True
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
 
