@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from llama_runtime.tokenizer import Tokenizer
 from tests.runtime.server.fakes import FakeEngine
-from tests.runtime.server.serving import KEY, MODEL, Running, serve_fake
+from tests.runtime.server.serving import KEY, MODEL, Running, serve_fake, wait_for
 from tests.tiny import write_tokenizer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -138,6 +138,7 @@ def test_an_answer_can_be_stopped_while_the_batch_shows_it(
         expect(tab.locator(".message.assistant")).to_have_text(ANSWER[:3])
         tab.click("#send")
         expect(tab.locator("#send")).to_have_text("Send")
+        wait_for(lambda: not api.worker._open)  # the server sees later that the page is gone
         engine.release()
         expect(tab.locator("#running")).to_have_text("0")
         assert len(engine.cancelled) == 1

@@ -41,6 +41,8 @@ def test_curl_talks_to_it_and_sigterm_lets_it_finish(
     key = ["-H", "Authorization: Bearer secret"]
     model = json.loads(curl(f"{url}/v1/models", *key))["data"][0]["id"]
     assert "error" in json.loads(curl(f"{url}/v1/models"))
+    answer = json.loads(curl(f"{url}/v1/models", *key, "-H", "Host: evil.example"))
+    assert answer["error"]["code"] == "invalid_host"
     body = {"model": model, "prompt": "Hello", "max_tokens": 200, "temperature": 0}
     words = [f"{url}/v1/completions", *key, "-H", "Content-Type: application/json"]
     asked = subprocess.Popen(

@@ -18,7 +18,10 @@ import torch
 import llama_runtime
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import WEIGHTS_NAME, Manifest
+from llama_export.build import build
+from llama_export.recipe import Recipe
 from tests.runtime.loading import MAX_SEQ, random_tokens, reduced, rewrite, sealed
+from tests.tiny import write_tiny
 
 TOKENS = [[3, 1, 4, 1, 5, 9]]
 
@@ -147,8 +150,25 @@ def test_freed_states_are_not_read_again(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize("entry", ["forward", "prefill", "decode", "decode_rows"])
 def test_levels_of_optimization_agree(tiny_bundle: Path, entry: str) -> None:
     """No level is pinned, since none changes a result by more than rounding."""
+    check_levels(tiny_bundle / f"{entry}.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_levels_of_optimization_agree_on_narrow_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Which come behind casts, that a level may move or fold."""
+    name = str(dtype).removeprefix("torch.")
+    checkpoint = write_tiny(tmp_path / "m", dtype=dtype, torch_dtype=name, has_tokenizer=False)
+    sizes: dict[str, int] = {"max_seq": MAX_SEQ, "batch": 2}
+    recipe = Recipe(str(checkpoint), tmp_path / "b", ("prefill",), ("onnx",), **sizes)  # type: ignore[arg-type]
+    folder = build(recipe).folder
+    assert llama_runtime.load(folder).weights["model.norm.weight"].dtype == dtype
+    check_levels(folder / "prefill.onnx")
+
+
+def check_levels(path: Path) -> None:
     at_none, at_all = (
-        outputs(tiny_bundle / f"{entry}.onnx", level)
+        outputs(path, level)
         for level in (
             onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
             onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,

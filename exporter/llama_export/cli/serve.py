@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,15 @@ MEBIBYTE = 1 << 20
     default="127.0.0.1",
     metavar="HOST",
     help="The address to listen on; 0.0.0.0 lets other machines in.",
+)
+@option(
+    "--allow-host",
+    "further_hosts",
+    group=SERVER,
+    multiple=True,
+    metavar="NAME",
+    show_default="names of this machine where only it gets in, else any",
+    help="A name by which clients may call, too, such as that of a proxy; repeat it for several.",
 )
 @option(
     "--port",
@@ -163,6 +171,7 @@ def command(
     *,
     bundle: Path,
     host: str,
+    further_hosts: tuple[str, ...],
     port: int,
     api_key: str | None,
     max_queue: int,
@@ -193,6 +202,7 @@ def command(
         raise click.UsageError("expected a key after `--api-key`, got none")
     with needs("serve"):
         from llama_runtime.server.app import Limits
+        from llama_runtime.server.hosts import allowed_hosts, is_loopback
         from llama_runtime.server.run import Address, bind, make_app, num_rows, run, url
 
     with contextlib.closing(bind(Address(host, port))) as sock:
@@ -210,14 +220,11 @@ def command(
                 require_signature=require_signature,
             )
             engine = Engine(loaded, rows=rows, **batch)
-            limits = Limits(num_rows(loaded, rows), max_queue, max_body * MEBIBYTE, api_key)
+            hosts = allowed_hosts(sock, host, further_hosts)
+            limits = Limits(num_rows(loaded, rows), max_queue, max_body * MEBIBYTE, api_key, hosts)
             app, worker = make_app(loaded, engine, limits)
-        if api_key is None and not _is_loopback(sock.getsockname()[0]):
+        if api_key is None and not is_loopback(sock):
             output.tell(f"note: {host} is open to other machines, and no --api-key is asked for")
         text = f"serving {loaded.manifest.name} at {url(sock)}"
         with signals.left_to_command():
             run(app, worker, sock, grace_s=grace, at_start=lambda: output.tell(text))
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

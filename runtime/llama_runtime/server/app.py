@@ -1,4 +1,4 @@
-"""The routes, and what stands before them: key, content type, size."""
+"""The routes, and what stands before them: host, key, content type, size."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from llama_artifacts.errors import LlamaExportError
 from llama_runtime.server import page
 from llama_runtime.server.errors import SERVER, ApiError, api_error
+from llama_runtime.server.hosts import HostCheck
 from llama_runtime.server.jobs import Job, Served, chat_job, completion_job
 from llama_runtime.server.metrics import Counting, Metrics
 from llama_runtime.server.replies import ChatKind, CompletionKind, Kind, Reply
@@ -49,12 +50,14 @@ class Limits:
         max_queue: requests that may wait besides.
         max_body_bytes: of a request.
         api_key: the key that `/v1` asks for; None: no key.
+        hosts: names by which the server may be called; None: any.
     """
 
     num_rows: int
     max_queue: int
     max_body_bytes: int
     api_key: str | None = None
+    hosts: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ def create_app(served: Served, worker: Worker, limits: Limits) -> FastAPI:
     for router in routers:
         app.include_router(router)
     paths = frozenset(getattr(route, "path", "") for router in routers for route in router.routes)
+    if limits.hosts is not None:
+        app.add_middleware(HostCheck, hosts=limits.hosts)
+    # The one that is added last comes first, and counts refusals, too.
     app.add_middleware(Counting, metrics=metrics, paths=paths)
     _handle_errors(app)
     return app

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -15,6 +15,7 @@ from llama_artifacts.errors import InputError
 from llama_runtime.engine import Engine
 from llama_runtime.loader import LoadedBundle, load
 from llama_runtime.server.app import Limits, create_app
+from llama_runtime.server.hosts import host_names
 from llama_runtime.server.jobs import Served
 from llama_runtime.server.worker import Worker
 
@@ -68,15 +69,19 @@ def open_app(
     max_queue: int = 256,
     max_body_bytes: int = 8 * 2**20,
     api_key: str | None = None,
+    hosts: str | Sequence[str] | None = None,
 ) -> FastAPI:
     """The application over a bundle's folder, for servers other than this one (`serve_ray`).
+
+    With `hosts`, calls by other names are refused, which those of a server on 127.0.0.1 should be.
 
     Raises:
         LlamaExportError: the bundle cannot be loaded or served.
     """
     loaded = load(folder, device=device, threads=threads)
     engine = Engine(loaded, rows=rows, pages=pages, token_budget=token_budget)
-    limits = Limits(num_rows(loaded, rows), max_queue, max_body_bytes, api_key)
+    names = None if hosts is None else host_names([hosts] if isinstance(hosts, str) else hosts)
+    limits = Limits(num_rows(loaded, rows), max_queue, max_body_bytes, api_key, names)
     return make_app(loaded, engine, limits)[0]
 
 

@@ -109,6 +109,18 @@ def test_a_stop_token_ends_the_text_and_is_not_given(bundle: FakeBundle) -> None
     assert given[-1] == Output("a", finish_reason="stop")
 
 
+def test_a_stop_token_in_the_last_place_is_a_stop_and_no_cut(bundle: FakeBundle) -> None:
+    expected = greedy(prompt_of(5), 12)
+    end = next(i for i, token in enumerate(expected) if i > 1 and token not in expected[:i])
+    stops = frozenset({expected[end]})
+    given = alone(bundle, request("a", prompt_of(5), end + 1, stop_tokens=stops))
+    assert tokens_of(given) == expected[:end]
+    assert given[-1].finish_reason == "stop"
+    cut = alone(bundle, request("a", prompt_of(5), end, stop_tokens=stops))
+    assert tokens_of(cut) == expected[:end]
+    assert cut[-1].finish_reason == "length"
+
+
 def test_a_stop_token_of_the_prompt_ends_nothing(bundle: FakeBundle) -> None:
     prompt, expected = (3, 4, 5), greedy((3, 4, 5), 4)
     stops = frozenset(set(prompt) - set(expected))

@@ -74,14 +74,17 @@ def running(app: FastAPI, worker: Worker, *, grace_s: float = 5.0) -> Iterator[R
     ready = threading.Event()
     with bind(Address("127.0.0.1", 0)) as sock:
         server = Server(app, worker, grace_s=grace_s, at_start=ready.set)
-        thread = threading.Thread(target=server.run, args=([sock],))
+        # A test that fails while the engine is held must not keep the process alive.
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
         thread.start()
         assert ready.wait(WAIT_SECONDS)
         base = url(sock)
         settings: dict[str, Any] = {"max_retries": 0, "timeout": WAIT_SECONDS}
         with openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, **settings) as client:
-            yield Running(base, server, worker, client)
-        server.should_exit = True
+            try:
+                yield Running(base, server, worker, client)
+            finally:
+                server.should_exit = True
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
 
@@ -93,10 +96,11 @@ def serve_fake(
     max_queue: int = 100,
     max_body_bytes: int = 100_000,
     api_key: str | None = None,
+    hosts: frozenset[str] | None = None,
     grace_s: float = 5.0,
 ) -> contextlib.AbstractContextManager[Running]:
     """A server over a made-up engine."""
     served = Served(MODEL, tokenizer, 300, frozenset({2}), capacity=256, created=0)
     worker = Worker(engine, max_open=engine.num_rows + max_queue)
-    limits = Limits(engine.num_rows, max_queue, max_body_bytes, api_key)
+    limits = Limits(engine.num_rows, max_queue, max_body_bytes, api_key, hosts)
     return running(create_app(served, worker, limits), worker, grace_s=grace_s)

@@ -55,11 +55,12 @@ def complete(api: Running, **fields: Any) -> Any:
 def test_other_servers_open_the_application_by_folder(
     tiny_packed_bundle: Path, api: Running
 ) -> None:
-    app = open_app(str(tiny_packed_bundle), threads=1, rows=2, pages=32)
+    app = open_app(str(tiny_packed_bundle), threads=1, rows=2, pages=32, hosts=["TestServer"])
     body = {"model": name(api), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
     with TestClient(app) as client:
         answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 200
+        other = client.post("/v1/completions", json=body, headers={"host": "evil.example"})
+    assert (answer.status_code, other.status_code) == (200, 400)
     expected = complete(api, prompt=[5, 6, 7], max_tokens=4).choices[0].text
     assert answer.json()["choices"][0]["text"] == expected
 
