@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A cache of programs of this session of tests, not the user's."""
     os.environ["LLAMA_EXPORT_CACHE"] = str(shared_folder(tmp_path_factory) / "cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell that starts the tests in the background lets them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

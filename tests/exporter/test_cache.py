@@ -105,7 +105,7 @@ def key(recipe: Recipe) -> str:
     blueprint = draw(recipe)
     (draft,) = blueprint.drafts
     maker = Maker(weightless(blueprint), Path("nowhere"), None)
-    job, _ = maker._job(draft)
+    job = maker.job(draft)
     return key_of(draft.format, job, maker._place)
 
 
@@ -130,7 +130,7 @@ def test_where_weights_lie_matters_to_onnx_alone(tmp_path: Path) -> None:
     assert key(recipe) == key(replace(recipe, weights="link"))
     linked = draw(replace(onnx, weights="link"))
     maker = Maker(weightless(linked), Path("nowhere"), None)
-    job, _ = maker._job(linked.drafts[0])
+    job = maker.job(linked.drafts[0])
     assert key_of("onnx", job, maker._place) != key(onnx)
 
 
@@ -178,7 +178,7 @@ def test_builds_at_the_same_time_make_a_program_once(
         (tmp_path / str(number)).mkdir()
 
     def work(maker: Maker) -> None:
-        job, _ = maker._job(blueprint.drafts[0])
+        job = maker.job(blueprint.drafts[0])
         assert own.lower("pt2", job, maker._place).file == "x.pt2"
 
     threads = [threading.Thread(target=work, args=(maker,)) for maker in makers]
