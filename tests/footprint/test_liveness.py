@@ -109,6 +109,10 @@ def test_parts_of_one_operator_share_its_memory() -> None:
 # --- whole programs -------------------------------------------------------------------------------
 
 
+USUAL = ("prefill", "step_paged", "loss_packed", "generate<8>")
+"""One entry of each kind; `make test-long` takes the others."""
+
+
 def measured(job: Job, call: Call) -> int:
     """The peak of the job's program, run by torch's operators on real tensors."""
     program = trace(job)
@@ -136,7 +140,10 @@ def compare(entry: str, num_layers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "entry",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in ENTRIES],
+)
 def test_the_peak_is_that_of_the_running_program(entry: str) -> None:
     compare(entry, 1)
 
