@@ -27,9 +27,13 @@ from llama_export.checkpoint.config import (
 from llama_export.checkpoint.files import CONFIG, read_json
 from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import (
+    FP8,
+    SCALE,
+    Codes,
+    coded_modules,
     expected_tensors,
     linear_shapes,
-    scaled_modules,
+    matrix_shapes,
 )
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import TensorInfo
@@ -37,6 +41,7 @@ from llama_export.footprint.figures import Basis
 from llama_export.footprint.shards import shard
 from llama_export.model.llama import INV_FREQ
 from llama_export.pack import plan_weights
+from llama_export.quantize import quantized_tensors
 
 DEFAULT_DTYPE = "bf16"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -84,7 +89,7 @@ class Network:
         return replace(self._with(shard(self.config, num_shards)), weights_how=how)
 
     def _with(self, config: LlamaConfig) -> Network:
-        shapes = _shapes(config, scaled_modules(self.tensors))
+        shapes = _shapes(config, coded_modules(self.tensors))
         tensors = {name: TensorInfo(self.tensors[name].dtype, shapes[name]) for name in shapes}
         return replace(self, config=config, tensors=tensors)
 
@@ -132,12 +137,12 @@ def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
     manifest = bundle.manifest
     config = _config(manifest)
     if manifest.weights in ("none", "reference"):
-        modules = scaled_modules(program.constants)
-        tensors = plain_tensors(config, manifest.dtype, modules)
+        tensors = _bound_tensors(config, manifest, program)
         how = "the manifest's sizes; the bundle holds no weights"
         return Network(manifest.name, config, program.dtype, tensors, "modelled", how)
     stored = {name: tensor for name, (_, tensor) in stored_tensors(bundle).items()}
-    shapes = _shapes(config, scaled_modules(stored))
+    infos = {name: TensorInfo(found.dtype, found.shape) for name, found in stored.items()}
+    shapes = _shapes(config, coded_modules(infos))
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
             raise IntegrityError(f"expected `{name}` of shape {list(shape)}", where=bundle.folder)
@@ -160,12 +165,23 @@ def plain_tensors(
     fixed = {**dict.fromkeys(eight_bits, E4M3), INV_FREQ: "f32"}
     return {
         name: TensorInfo(fixed.get(name, dtype), shape)
-        for name, shape in _shapes(config, modules).items()
+        for name, shape in _shapes(config, dict.fromkeys(modules, FP8)).items()
     }
 
 
-def _shapes(config: LlamaConfig, modules: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    kept = {name for name in modules if name in linear_shapes(config)}
+def _bound_tensors(
+    config: LlamaConfig, manifest: Manifest, program: ProgramRecord
+) -> Mapping[str, TensorInfo]:
+    """What a program binds, where its weights are not here."""
+    if manifest.quantized is not None:
+        return quantized_tensors(plain_tensors(config, manifest.dtype), manifest.quantized)
+    modules = {name.removesuffix(SCALE) for name in program.constants if name.endswith(SCALE)}
+    return plain_tensors(config, manifest.dtype, frozenset(modules))
+
+
+def _shapes(config: LlamaConfig, modules: Mapping[str, Codes]) -> dict[str, tuple[int, ...]]:
+    matrices = matrix_shapes(config)
+    kept = {name: codes for name, codes in modules.items() if name in matrices}
     return {**expected_tensors(config, kept), INV_FREQ: (config.head_dim // 2,)}
 
 

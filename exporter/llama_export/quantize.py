@@ -1,0 +1,100 @@
+"""Rounds weights to small integers: which tensors, how they are stored, and their values.
+
+Symmetric, a group of a row at a time, as GGUF's Q8_0 and Q4_0 do: of eight bits, the largest
+magnitude of a group becomes 127 or -127; of four, the value of the largest magnitude becomes -8.
+Scales are bf16, and codes are rounded with the scale as it is stored. The embedding and the output
+head are int8 in any case: four bits there cost more accuracy than those of all layers save in size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from llama_artifacts.errors import ChoiceError
+from llama_artifacts.manifest import IntegerKind, Quantized
+from llama_export.checkpoint.layout import EMBEDDING, HEAD, PACKED, SCALE, Codes
+from llama_export.checkpoint.source import TensorInfo
+from llama_export.model.integers import BLOCK, OFFSET, pack
+
+EIGHT_BITS = "i8"
+SCALE_DTYPE = "bf16"
+DEFAULT_GROUP_SIZES: dict[IntegerKind, int | None] = {"int8": 32, "int4": 32}
+"""Values that share a scale where nothing else is asked for."""
+
+_LARGEST = 127
+_CHUNK_VALUES = 1 << 24
+"""How many values are rounded at a time, which bounds memory beside the tensor."""
+
+
+def quantized_tensors(
+    tensors: Mapping[str, TensorInfo], quantized: Quantized
+) -> dict[str, TensorInfo]:
+    """The tensors with every matrix as codes and scales.
+
+    Raises:
+        ChoiceError: a matrix has a width that the groups, or blocks of codes, do not divide.
+    """
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        codes = codes_of(name, info, quantized)
+        if codes is None:
+            found[name] = info
+            continue
+        _check_width(name, info, codes)
+        found[name] = TensorInfo(codes.dtype, codes.shape(info.shape))
+        found[scale_name(name)] = TensorInfo(SCALE_DTYPE, codes.scale_shape(info.shape))
+    return found
+
+
+def codes_of(name: str, info: TensorInfo, quantized: Quantized) -> Codes | None:
+    """How a tensor is stored as codes; None for those that stay as they are."""
+    if len(info.shape) != 2:
+        return None
+    has_four_bits = quantized.kind == "int4" and name not in (EMBEDDING, HEAD)
+    return Codes(PACKED if has_four_bits else EIGHT_BITS, quantized.group_size)
+
+
+def scale_name(weight: str) -> str:
+    """The name of a weight's scales."""
+    return weight.removesuffix(".weight") + SCALE
+
+
+def quantize(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+    """Codes and scales, bf16, of a weight [V, H].
+
+    Returns:
+        int8 [V, H], or uint8 [V, H / 2] for four bits; and [V, G] for G groups of a row.
+    """
+    num_rows = max(1, _CHUNK_VALUES // weight.shape[1])
+    parts = [_quantize_rows(rows.float(), codes) for rows in weight.split(num_rows)]
+    return torch.cat([part for part, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _quantize_rows(rows: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+    groups = rows.unflatten(-1, (-1, codes.group_size or rows.shape[-1]))
+    if codes.dtype == PACKED:
+        peak = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scale, least, most = peak / -OFFSET, -OFFSET, OFFSET - 1
+    else:
+        scale, least, most = groups.abs().amax(-1, keepdim=True) / _LARGEST, -_LARGEST, _LARGEST
+    scale = scale.bfloat16()
+    divisor = torch.where(scale == 0, 1, scale.float())  # a group of zeros
+    rounded = (groups / divisor).round().clamp(least, most).flatten(-2).to(torch.int8)
+    return pack(rounded) if codes.dtype == PACKED else rounded, scale[..., 0]
+
+
+def _check_width(name: str, info: TensorInfo, codes: Codes) -> None:
+    width = info.shape[1]
+    if codes.group_size is not None and width % codes.group_size:
+        raise ChoiceError(
+            f"expected widths that groups of {codes.group_size} divide, got {width} of `{name}`",
+            hint="choose another --group-size; `row` fits every width",
+        )
+    if codes.dtype == PACKED and width % BLOCK:
+        raise ChoiceError(
+            f"expected widths that blocks of {BLOCK} values divide, got {width} of `{name}`",
+            hint="use --quantize int8 --group-size row",
+        )
