@@ -194,8 +194,14 @@ def test_activations_can_be_differentiated() -> None:
 # --- in native code -------------------------------------------------------------------------------
 
 X_DTYPES = (torch.float32, torch.bfloat16)
-SHAPES = (("i8", 40, None), ("i8", 64, 32), ("u8", 96, 32), ("u8", 96, None), ("u8", 128, 64))
-SHAPES += (("i8", 256, 128), ("i8", 320, None), ("u8", 320, None), ("u8", 256, 128))
+SHAPES = (
+    ("i8", 40, None),  # a rest that fills no block
+    ("i8", 64, 32),
+    ("i8", 256, 128),
+    ("u8", 96, 32),  # a block without another to pair with
+    ("u8", 96, None),
+    ("u8", 128, 64),
+)
 NUM_ROWS = (1, 3)
 SIZES = (5, 1, 18)
 """Rows of the weights that one call multiplies."""
@@ -237,7 +243,7 @@ class Calls(nn.Module):
 
 
 def test_the_operator_is_products_with_decoded_weights() -> None:
-    calls, x = Calls(), draw(3, 320, seed=99)
+    calls, x = Calls(), draw(3, 256, seed=99)
     for actual, wanted in zip(calls(x), calls.exact(x), strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -254,7 +260,7 @@ def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
     if not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
         pytest.skip(f"this CPU has no {isa}")
     options, _ = aoti._options("cpu", isa)
-    calls, x = Calls(), draw(3, 320, seed=99)
+    calls, x = Calls(), draw(3, 256, seed=99)
     archive = io.BytesIO()
     with aoti.compiler(options):
         aoti_compile_and_package(torch.export.export(calls, (x,)), package_path=archive)

@@ -126,14 +126,15 @@ struct Rows {
   }
 };
 
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
-// Four-bit codes in pairs of bf16, 64 at a time: the low halves of two blocks, then their high halves.
+#if defined(CPU_CAPABILITY_AVX512)
+// The same for x in bf16 and codes of four bits, in pairs, on CPUs that multiply pairs of bf16: 64 at a
+// time, the low halves of two blocks, then their high halves.
 template <int Num, int Width, int Group>
-struct Rows<at::BFloat16, uint8_t, Num, Width, Group> {
+struct Pairs {
   static constexpr int padded = (Width + 63) / 64 * 64;
   alignas(64) at::BFloat16 x[Num * padded];
 
-  explicit Rows(const at::BFloat16* from) {
+  explicit Pairs(const at::BFloat16* from) {
     for (int m = 0; m < Num; ++m)
       for (int k = 0; k < padded; ++k) {
         const int to = k / 64 * 64 + k % 32 / 16 * 32 + k % 64 / 32 * 16 + k % 16;
@@ -141,6 +142,7 @@ struct Rows<at::BFloat16, uint8_t, Num, Width, Group> {
       }
   }
 
+  __attribute__((target("avx512bf16")))
   void dot(const uint8_t* codes, const at::BFloat16* scales, float* y, int64_t total) const {
     // Takes the low five bits of each index, of which the fifth belongs to the other code.
     alignas(64) static const uint16_t values[32] = {
@@ -178,7 +180,7 @@ struct Rows<at::BFloat16, uint8_t, Num, Width, Group> {
         sums[m] = _mm512_fmadd_ps(scale, _mm512_add_ps(low_sums[m], high_sums[m]), sums[m]);
     }
     #pragma GCC unroll 8
-    for (int m = 0; m < Num; ++m) y[m * total] = total_of(sums[m]);
+    for (int m = 0; m < Num; ++m) y[m * total] = _mm512_reduce_add_ps(sums[m]);
   }
 
   // Eight lanes are one block, the other eight the next, which may be of another group.
@@ -195,14 +197,26 @@ struct Rows<at::BFloat16, uint8_t, Num, Width, Group> {
 #endif
 
 // The rows of one weight that lie in [first, last) of all rows; `offset` is where this weight begins.
-template <typename X, typename W, int Num, int Width, int Group>
-inline void coded_rows_of(const Rows<X, W, Num, Width, Group>& rows, const W* codes,
-                          const at::BFloat16* scales, int64_t num_rows, int64_t offset,
-                          int64_t first, int64_t last, float* y, int64_t total) {
+template <int Width, int Group, typename Rows, typename W>
+inline void coded_rows_of(const Rows& rows, const W* codes, const at::BFloat16* scales,
+                          int64_t num_rows, int64_t offset, int64_t first, int64_t last, float* y,
+                          int64_t total) {
   constexpr int num_groups = Width / Group;
   const int64_t end = std::min(last - offset, num_rows);
   for (int64_t v = std::max(first - offset, int64_t(0)); v < end; ++v)
     rows.dot(codes + v * (Width / per_byte<W>), scales + v * num_groups, y + offset + v, total);
+}
+
+// Calls `multiply` with x as it is needed.
+template <typename X, typename W, int Num, int Width, int Group, typename Multiply>
+inline void with_rows(const X* x, const Multiply& multiply) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<X, at::BFloat16> && std::is_same_v<W, uint8_t>) {
+    static const bool has_pairs = __builtin_cpu_supports("avx512bf16");
+    if (has_pairs) return multiply(Pairs<Num, Width, Group>(x));
+  }
+#endif
+  multiply(Rows<X, W, Num, Width, Group>(x));
 }
 
 }  // namespace llama_export
@@ -228,17 +242,20 @@ class CodedProducts(Kernel):
         calls, offset = [], 0
         for i, (size, _) in enumerate(weights):
             calls.append(
-                f"llama_export::coded_rows_of(rows, w{i}, s{i}, {size}, {offset}, first, last, y, {total});"
+                f"llama_export::coded_rows_of<{width}, {group}>"
+                f"(rows, w{i}, s{i}, {size}, {offset}, first, last, y, {total});"
             )
             offset += size
-        lines = "\n    ".join(calls)
+        lines = "\n      ".join(calls)
+        kind = f"{dtypes[0]}, {dtypes[1]}, {num}, {width}, {group}"
         body = f"""{{
   #pragma omp parallel
   {{
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t first = {total}L * thread / threads, last = {total}L * (thread + 1) / threads;
-    const llama_export::Rows<{dtypes[0]}, {dtypes[1]}, {num}, {width}, {group}> rows(x);
-    {lines}
+    llama_export::with_rows<{kind}>(x, [&](const auto& rows) {{
+      {lines}
+    }});
   }}
 }}
 """
