@@ -42,7 +42,8 @@ class Recipe:
         isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
         numerics: how products with FP8 weights are computed: `exact`, or `fast`.
         quantize: round matrices to integers of eight or four bits; None: they stay as they are.
-        group_size: how many values of a row share a scale then; None: 32.
+        group_size: how many values of a row share a scale then; None: 64 of
+            eight bits, 32 of four.
         num_layers: use only so many of the checkpoint's first layers; None: all.
         jobs: processes that make programs at the same time; None: as many as cores and memory
             allow.

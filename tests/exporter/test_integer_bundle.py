@@ -127,7 +127,7 @@ def test_prompts_and_pages_are_those_of_the_decoded_weights(four_bits: Path, for
     actual = prefill(prefill.new_states(), tokens=tokens, pos=0)
     torch.testing.assert_close(actual, wanted[:, -1], rtol=0, atol=1e-5)
     paged = loaded.entry("decode_paged")
-    states = paged.new_states(num_pages=5)
+    states = paged.new_states(PoolPages=5)
     table = torch.tensor([[1, 2], [4, 3]], dtype=torch.int32)
     for pos in range(20):
         positions = torch.full((BATCH,), pos, dtype=torch.int32)
@@ -178,7 +178,7 @@ def test_its_memory_is_that_of_the_codes(four_bits: Path) -> None:
     found = json.loads(invoke("memory", four_bits, "--entry", "decode", "--json").stdout)
     weights = next(figure for figure in found["figures"] if figure["name"] == "weights")
     stored = map_weights(four_bits / "weights.safetensors")
-    assert weights["num_bytes"] == sum(tensor.nbytes for tensor in stored.values())
+    assert weights["bytes"] == sum(tensor.nbytes for tensor in stored.values())
 
 
 def test_a_gguf_file_is_rounded_a_second_time(checkpoint: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_gguf_file_is_rounded_a_second_time(checkpoint: Path, tmp_path: Path) 
     )
     assert result.exit_code == 0, result.stderr
     assert "the checkpoint's q8_0 weights are rounded a second time, to int8" in result.stderr
-    assert read(tmp_path / "b").quantized == Quantized("int8", 32)
+    assert read(tmp_path / "b").quantized == Quantized("int8", 64)
 
 
 def test_such_weights_cannot_be_trained(checkpoint: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,14 @@ def plain(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.tensor(rows)
 
 
+def error(values: list[float], scale: float, least: int, most: int) -> float:
+    """The sum of squared differences after rounding."""
+    if scale == 0:
+        return sum(value**2 for value in values)
+    codes = [min(max(round(value / scale), least), most) for value in values]
+    return sum((value - code * scale) ** 2 for value, code in zip(values, codes, strict=True))
+
+
 # --- rounding -------------------------------------------------------------------------------------
 
 
@@ -77,10 +86,13 @@ def test_codes_and_scales_are_those_of_each_group(codes: Codes) -> None:
     for row, group in itertools.product(range(6), range(256 // size)):
         values = weight[row, group * size : (group + 1) * size].tolist()
         peak = max(values, key=abs)
-        wanted = abs(peak) / 127 if codes.dtype == "i8" else -peak / 8
-        scale = float(scales[row, group])
-        assert scale == float(torch.tensor(wanted).bfloat16())
         least, most = (-127, 127) if codes.dtype == "i8" else (-8, 7)
+        targets = (math.copysign(127, peak),) if codes.dtype == "i8" else (-8, -7.5, -7, -8.5, -9)
+        tried = [float(torch.tensor(peak / target).bfloat16()) for target in targets]
+        scale = float(scales[row, group])
+        assert scale in tried
+        errors = [error(values, wanted, least, most) for wanted in tried]
+        assert error(values, scale, least, most) <= min(errors) * (1 + 1e-5)
         for place, value in enumerate(values):
             code = min(max(round(value / scale), least), most) if scale else 0
             stored = value_of(found, scales, row, group * size + place)

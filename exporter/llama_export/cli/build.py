@@ -111,7 +111,7 @@ class BuildCommand(Command):
     "--group-size",
     group=PROGRAMS,
     type=click.Choice(["32", "64", "128", "row"]),
-    show_default="32",
+    show_default="64 in int8, 32 in int4",
     help="How many values of a row share a scale in quantised weights.",
 )
 @option(
