@@ -26,7 +26,7 @@ from llama_export.lower.failures import known_failures
 from llama_export.model.fp8 import UNIT_MULTIPLE, fits_units
 from llama_export.pack import WeightsPlan, plan_weights
 from llama_export.presets import find as find_preset
-from llama_export.quantize import DEFAULT_GROUP_SIZES
+from llama_export.quantize import choose
 from llama_export.recipe import DEFAULT_MAX_SEQ, Recipe
 from llama_runtime.weights import map_weights
 
@@ -174,24 +174,14 @@ def _check_numerics(recipe: Recipe, fp8: Collection[str]) -> None:
 
 
 def _quantized(recipe: Recipe, fp8: Collection[str]) -> Quantized | None:
-    kind, size = recipe.quantize, recipe.group_size
-    if kind is None:
-        if size is not None:
-            raise ChoiceError(f"--group-size {size} is for --quantize", hint="add --quantize int8")
-        return None
-    if fp8:
+    quantized = choose(recipe.quantize, recipe.group_size, is_fp8=bool(fp8))
+    if quantized is not None and recipe.weights in ("link", "reference"):
         raise ChoiceError(
-            f"--quantize {kind} is for unquantised weights, and the checkpoint's are FP8",
-            hint="leave --quantize out, or take the unquantised checkpoint of the same model",
-        )
-    if recipe.weights in ("link", "reference"):
-        raise ChoiceError(
-            f"--weights {recipe.weights} uses weights as they are stored, --quantize {kind} makes others",
+            f"--weights {recipe.weights} uses weights as they are stored,"
+            f" --quantize {recipe.quantize} makes others",
             hint="use --weights copy",
         )
-    if size is None:
-        return Quantized(kind, DEFAULT_GROUP_SIZES[kind])
-    return Quantized(kind, None if size == "row" else int(size))
+    return quantized
 
 
 def _quantize_notes(recipe: Recipe, checkpoint: Checkpoint) -> Iterator[str]:

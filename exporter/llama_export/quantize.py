@@ -31,6 +31,29 @@ _CHUNK_VALUES = 1 << 24
 """How many values are rounded at a time, which bounds memory beside the tensor."""
 
 
+def choose(
+    kind: IntegerKind | None, group_size: str | None, *, is_fp8: bool = False
+) -> Quantized | None:
+    """What the options `--quantize` and `--group-size` ask for.
+
+    Raises:
+        ChoiceError: they contradict each other, or the weights are FP8.
+    """
+    if kind is None:
+        if group_size is not None:
+            message = f"--group-size {group_size} is for --quantize"
+            raise ChoiceError(message, hint="add --quantize int8")
+        return None
+    if is_fp8:
+        raise ChoiceError(
+            f"--quantize {kind} is for unquantised weights, and the checkpoint's are FP8",
+            hint="leave --quantize out, or take the unquantised checkpoint of the same model",
+        )
+    if group_size is None:
+        return Quantized(kind, DEFAULT_GROUP_SIZES[kind])
+    return Quantized(kind, None if group_size == "row" else int(group_size))
+
+
 def quantized_tensors(
     tensors: Mapping[str, TensorInfo], quantized: Quantized
 ) -> dict[str, TensorInfo]:

@@ -181,6 +181,17 @@ def test_its_memory_is_that_of_the_codes(four_bits: Path) -> None:
     assert weights["bytes"] == sum(tensor.nbytes for tensor in stored.values())
 
 
+def test_the_memory_of_a_model_is_that_of_its_bundle(checkpoint: Path, four_bits: Path) -> None:
+    asked = ("--entry", "decode", "--format", "pt2", "--json")
+    texts = [
+        invoke("memory", checkpoint, "--quantize", "int4", *asked).stdout,
+        invoke("memory", four_bits, *asked).stdout,
+    ]
+    one, other = ({f["name"]: f["bytes"] for f in json.loads(t)["figures"]} for t in texts)
+    assert one["weights"] == other["weights"]
+    assert invoke("memory", four_bits, "--quantize", "int8").exit_code == 2
+
+
 def test_a_gguf_file_is_rounded_a_second_time(checkpoint: Path, tmp_path: Path) -> None:
     result = invoke(
         "build",

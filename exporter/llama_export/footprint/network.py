@@ -14,8 +14,9 @@ from pathlib import Path
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import Manifest
+from llama_artifacts.manifest import IntegerKind, Manifest
 from llama_artifacts.manifest import Program as ProgramRecord
+from llama_artifacts.summary import show_quantized
 from llama_artifacts.weights import stored_tensors
 from llama_export import presets
 from llama_export.checkpoint.config import (
@@ -41,7 +42,7 @@ from llama_export.footprint.figures import Basis
 from llama_export.footprint.shards import shard
 from llama_export.model.llama import INV_FREQ
 from llama_export.pack import plan_weights
-from llama_export.quantize import quantized_tensors
+from llama_export.quantize import choose, quantized_tensors
 
 DEFAULT_DTYPE = "bf16"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -94,7 +95,13 @@ class Network:
         return replace(self, config=config, tensors=tensors)
 
 
-def from_model(model: str, *, dtype: str | None = None) -> Network:
+def from_model(
+    model: str,
+    *,
+    dtype: str | None = None,
+    quantize: IntegerKind | None = None,
+    group_size: str | None = None,
+) -> Network:
     """The network of a checkpoint folder, GGUF file, hub repository or preset.
 
     A preset and a folder with nothing but a config.json are taken by their config alone.
@@ -102,10 +109,24 @@ def from_model(model: str, *, dtype: str | None = None) -> Network:
     Args:
         model: as `build` takes it.
         dtype: the compute dtype, which weights take too as in a build; None: the checkpoint's.
+        quantize: what a build makes of the matrices.
+        group_size: as a build takes it.
 
     Raises:
         CheckpointError: nothing of that name, or it cannot be used.
+        ChoiceError: it cannot be quantised so.
     """
+    network = _unquantised(model, dtype)
+    is_fp8 = FP8 in coded_modules(network.tensors).values()
+    quantized = choose(quantize, group_size, is_fp8=is_fp8)
+    if quantized is None:
+        return network
+    how = f"{network.weights_how}, {show_quantized(quantized)}"
+    tensors = quantized_tensors(network.tensors, quantized)
+    return replace(network, tensors=tensors, weights_how=how)
+
+
+def _unquantised(model: str, dtype: str | None) -> Network:
     path = Path(model)
     preset = None if os.path.lexists(model) else presets.find(model)
     if preset is not None:
