@@ -260,9 +260,14 @@ def test_the_operator_is_products_with_decoded_weights() -> None:
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_operator_is_whole() -> None:
+@pytest.mark.parametrize("dtype", X_DTYPES, ids=str)
+def test_the_operator_is_whole(dtype: torch.dtype) -> None:
     weights = [quantize(draw(size, 64, seed=size), Codes("u8", 32)) for size in (5, 2)]
-    arguments = (draw(2, 64), [codes for codes, _ in weights], [scale for _, scale in weights])
+    arguments = (
+        draw(2, 64).to(dtype),
+        [codes for codes, _ in weights],
+        [scale for _, scale in weights],
+    )
     torch.library.opcheck(torch.ops.llama_export.products.default, arguments)
 
 

@@ -32,4 +32,5 @@ def products(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) 
 
 @products.register_fake
 def _(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    return x_RH.new_empty(x_RH.shape[0], sum(weight.shape[0] for weight in weights))
+    size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
+    return x_RH.new_empty(size, dtype=torch.float32)
