@@ -45,6 +45,7 @@ Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
 Numerics = Literal["exact", "fast"]
 WeightsMode = Literal["copy", "link", "reference", "none"]
+IntegerKind = Literal["int8", "int4"]
 _NUMBER = r"(0|[1-9][0-9]{0,5})"
 _SCHEMA = re.compile(rf"{_NUMBER}\.{_NUMBER}")
 SchemaVersion = Annotated[
@@ -180,6 +181,22 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """What a build made of the checkpoint's matrices: integer codes with scales.
+
+    Attributes:
+        kind: codes of the layers; those of the embedding and the output head are int8 in any case.
+        group_size: values of a row that share a scale; None: the whole row.
+    """
+
+    kind: IntegerKind
+    group_size: Count | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class Check:
     """One law that was checked: the figure found and the most it may be.
 
@@ -208,6 +225,8 @@ class Manifest:
             data: names, dtypes, shapes and places. A runtime checks them, since native code
             trusts them. Of a tensor in two files, the one in `weights.safetensors` counts.
         referenced: size and digest of the files with weights that are not in the bundle.
+        quantized: what the build made of the checkpoint's matrices; None: they are as stored, or
+            converted to another dtype.
         max_seq: positions a state holds; the last one is scratch.
         batch: rows of the `rows` states.
         tokenizer: `tokenizers` (a tokenizer.json) or None (token ids only).
@@ -233,6 +252,7 @@ class Manifest:
     files: dict[FileName, File]
     weights_headers: dict[FileName, Sha256]
     referenced: dict[FileName, File] = field(default_factory=dict)
+    quantized: Quantized | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

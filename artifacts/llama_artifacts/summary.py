@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.codec import encode
-from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Program, Target
+from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Program, Quantized, Target
 from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec, show
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -77,6 +77,7 @@ def facts(bundle: Bundle) -> tuple[tuple[str, str], ...]:
         ),
         ("batch", f"{manifest.batch}"),
         ("weights", _weights(manifest)),
+        *((("quantised", show_quantized(manifest.quantized)),) if manifest.quantized else ()),
         ("programs", f"{len(manifest.programs)}, {show_bytes(_program_bytes(manifest))}"),
         ("tokenizer", _tokenizer(manifest)),
         ("stop tokens", " ".join(map(str, manifest.stop_tokens)) or "none"),
@@ -106,6 +107,7 @@ def to_dict(bundle: Bundle) -> dict[str, Any]:
         "source": encode(manifest.source),
         "model": encode(manifest.model),
         "dtype": manifest.dtype,
+        "quantized": encode(manifest.quantized),
         "max_seq": manifest.max_seq,
         "usable_positions": manifest.max_seq - 1,
         "batch": manifest.batch,
@@ -171,6 +173,14 @@ def show_target(target: Target) -> str:
     return " ".join(
         part for part in (target.device, target.machine, target.isa, capability) if part
     )
+
+
+def show_quantized(quantized: Quantized) -> str:
+    """What was done to the matrices, such as `int4 in groups of 32; embedding and head int8`."""
+    size = quantized.group_size
+    groups = "row by row" if size is None else f"in groups of {size}"
+    rest = "" if quantized.kind == "int8" else "; embedding and head int8"
+    return f"{quantized.kind} {groups}{rest}"
 
 
 def _source(manifest: Manifest) -> str:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from llama_artifacts.dtypes import BY_NAME
 from llama_artifacts.errors import BuildError, ChoiceError
-from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format
+from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format, Quantized
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import RopeConfig
-from llama_export.checkpoint.layout import scaled_modules
+from llama_export.checkpoint.layout import coded_modules
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import Checkpoint
 from llama_export.entries import registry
@@ -25,6 +26,7 @@ from llama_export.lower.failures import known_failures
 from llama_export.model.fp8 import UNIT_MULTIPLE, fits_units
 from llama_export.pack import WeightsPlan, plan_weights
 from llama_export.presets import find as find_preset
+from llama_export.quantize import choose
 from llama_export.recipe import DEFAULT_MAX_SEQ, Recipe
 from llama_runtime.weights import map_weights
 
@@ -101,8 +103,9 @@ def draw(recipe: Recipe) -> Blueprint:
         headers_only=recipe.weights in ("none", "reference"),
         num_layers=recipe.num_layers,
     )
-    fp8 = scaled_modules(checkpoint.tensors)
+    fp8 = coded_modules(checkpoint.tensors)
     _check_numerics(recipe, fp8)
+    quantized = _quantized(recipe, fp8)
     _check_name(checkpoint)
     sizes = _sizes(recipe, checkpoint)
     drafts = _drafts(recipe, specs, formats, sizes)
@@ -115,11 +118,13 @@ def draw(recipe: Recipe) -> Blueprint:
         compute=sizes.dtype,
         keeps_stored=recipe.dtype is None,
         in_place=recipe.weights in ("link", "reference"),
+        quantized=quantized,
     )
     notes = (
         f"rope: {describe_rope(checkpoint.config.rope)}",
         *checkpoint.notes,
         *_fp8_notes(recipe, checkpoint, fp8),
+        *_quantize_notes(recipe, checkpoint),
         *_weights_notes(recipe, checkpoint),
     )
     return Blueprint(recipe, checkpoint, sizes, drafts, plan, output, notes)
@@ -165,6 +170,28 @@ def _check_numerics(recipe: Recipe, fp8: Collection[str]) -> None:
         raise ChoiceError(
             "--numerics fast is for FP8 weights, and the checkpoint has none",
             hint="leave --numerics out",
+        )
+
+
+def _quantized(recipe: Recipe, fp8: Collection[str]) -> Quantized | None:
+    quantized = choose(recipe.quantize, recipe.group_size, is_fp8=bool(fp8))
+    if quantized is not None and recipe.weights in ("link", "reference"):
+        raise ChoiceError(
+            f"--weights {recipe.weights} uses weights as they are stored,"
+            f" --quantize {recipe.quantize} makes others",
+            hint="use --weights copy",
+        )
+    return quantized
+
+
+def _quantize_notes(recipe: Recipe, checkpoint: Checkpoint) -> Iterator[str]:
+    if recipe.quantize is None:
+        return
+    kinds = {info.dtype for info in checkpoint.tensors.values()} - set(BY_NAME)
+    if kinds:
+        yield (
+            f"the checkpoint's {', '.join(sorted(kinds))} weights are rounded a second time, to"
+            f" {recipe.quantize}"
         )
 
 

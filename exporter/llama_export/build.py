@@ -156,6 +156,7 @@ def _manifest(
         files=files,
         weights_headers=_headers(blueprint),
         referenced=_referenced(blueprint),
+        quantized=blueprint.plan.quantized,
     )
 
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from llama_artifacts.digests import hashing
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, ChoiceError
-from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File
+from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File, Quantized
 from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import SCALE
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies
+from llama_export.quantize import codes_of, quantize, quantized_tensors, scale_name
 from llama_export.trace import torch_dtype
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Every tensor whose size is a multiple of this many bytes starts at a multiple of it."""
 
-# Weights that a step reads together lie together, then their FP8 scales.
+# Weights that a step reads together lie together, then their scales.
 _LAYER_ORDER = (
     ("input_layernorm",),
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -67,6 +68,7 @@ class WeightsPlan:
         header: the own file's first bytes, up to the data.
         num_bytes: size of the whole own file.
         stored: the checkpoint's files that are used as they are, by name.
+        quantized: what is made of the matrices.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -74,10 +76,16 @@ class WeightsPlan:
     header: bytes
     num_bytes: int
     stored: Mapping[str, Path]
+    quantized: Quantized | None = None
 
 
 def plan_weights(
-    checkpoint: Checkpoint, *, compute: str, keeps_stored: bool, in_place: bool = False
+    checkpoint: Checkpoint,
+    *,
+    compute: str,
+    keeps_stored: bool,
+    in_place: bool = False,
+    quantized: Quantized | None = None,
 ) -> WeightsPlan:
     """Lays out the weights of a checkpoint.
 
@@ -87,9 +95,11 @@ def plan_weights(
         keeps_stored: a tensor that is stored unquantised keeps its dtype; else all take `compute`.
             FP8 weights and their scales stay as they are in any case.
         in_place: use tensors where they are; the own file holds only what is computed.
+        quantized: what to make of the matrices; not with `in_place`.
 
     Raises:
-        ChoiceError: `in_place`, but the weights have to be converted.
+        ChoiceError: `in_place`, but the weights have to be converted; or a matrix cannot be
+            quantised so.
     """
     kept = ("f32", "f16", "bf16") if keeps_stored else ()
     tensors = {
@@ -101,6 +111,8 @@ def plan_weights(
         )
         for name, info in checkpoint.tensors.items()
     }
+    if quantized is not None:
+        tensors = quantized_tensors(tensors, quantized)
     stored = _used_in_place(checkpoint, tensors) if in_place else {}
     tensors[INV_FREQ] = TensorInfo("f32", (checkpoint.config.head_dim // 2,))
     ordered = dict(sorted(tensors.items(), key=lambda item: _sort_key(*item)))
@@ -115,7 +127,7 @@ def plan_weights(
         place = entry.tensor
         extents[name] = Extent(entry.path.name, place.start, place.end - place.start)
     files = {entry.path.name: entry.path for entry in stored.values()}
-    return WeightsPlan(ordered, extents, header, end, files)
+    return WeightsPlan(ordered, extents, header, end, files, quantized)
 
 
 def _used_in_place(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
@@ -160,10 +172,11 @@ def write_weights(
             hasher.update(data)
 
         write(plan.header)
+        values = _Values(plan, checkpoint)
         for name, info in plan.tensors.items():
             if plan.extents[name].file != WEIGHTS_NAME:
                 continue
-            tensor = _value(checkpoint, name)
+            tensor = values.read(name)
             converted = tensor.to(torch_dtype(info.dtype)).contiguous()
             if info.dtype == "f16" and tensor.dtype != converted.dtype:
                 _check_f16(name, tensor)
@@ -209,10 +222,29 @@ def link_file(source: Path, target: Path) -> None:
         ) from cause
 
 
-def _value(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    if name == INV_FREQ:
-        return inverse_frequencies(checkpoint.config.rope, checkpoint.config.head_dim)
-    return checkpoint.read(name)
+class _Values:
+    """What is written, one tensor in memory at a time; of quantised ones the small scales stay."""
+
+    def __init__(self, plan: WeightsPlan, checkpoint: Checkpoint) -> None:
+        self._quantized, self._checkpoint = plan.quantized, checkpoint
+        self._scales: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values of a tensor of the plan."""
+        checkpoint = self._checkpoint
+        if name == INV_FREQ:
+            return inverse_frequencies(checkpoint.config.rope, checkpoint.config.head_dim)
+        if self._quantized is None:
+            return checkpoint.read(name)
+        if name.endswith(SCALE):
+            if name not in self._scales:  # of a size that puts it before its weight
+                self.read(name.removesuffix(SCALE) + ".weight")
+            return self._scales.pop(name)
+        codes = codes_of(name, checkpoint.tensors[name], self._quantized)
+        if codes is None:
+            return checkpoint.read(name)
+        values, self._scales[scale_name(name)] = quantize(checkpoint.read(name), codes)
+        return values
 
 
 def _check_f16(name: str, tensor: torch.Tensor) -> None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llama_artifacts.manifest import FORMATS, Format, Numerics, WeightsMode
+from llama_artifacts.manifest import FORMATS, Format, IntegerKind, Numerics, WeightsMode
 from llama_export.entries.registry import DEFAULT_ROWS
 
 DEFAULT_ENTRIES = ("prefill", "decode")
 DEFAULT_MAX_SEQ = 2048
+GroupSize = Literal["32", "64", "128", "row"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Recipe:
             `reference` them: the manifest names and pins them; or `none`: programs only.
         isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
         numerics: how products with FP8 weights are computed: `exact`, or `fast`.
+        quantize: round matrices to integers of eight or four bits; None: they stay as they are.
+        group_size: how many values of a row share a scale then; None: 64 of
+            eight bits, 32 of four.
         num_layers: use only so many of the checkpoint's first layers; None: all.
         jobs: processes that make programs at the same time; None: as many as cores and memory
             allow.
@@ -63,6 +67,8 @@ class Recipe:
     weights: WeightsMode = "copy"
     isa: Literal["avx2", "avx512"] | None = None
     numerics: Numerics = "exact"
+    quantize: IntegerKind | None = None
+    group_size: GroupSize | None = None
     num_layers: int | None = None
     jobs: int | None = 1
     overwrites: bool = False

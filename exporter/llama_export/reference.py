@@ -37,7 +37,7 @@ INV_FREQ_LIMIT = 1e-6
 CONFIG_NAME = "config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCALE = "_scale"
-"""`<module>.weight_scale` multiplies the codes of an 8-bit `<module>.weight`."""
+"""`<module>.weight_scale` multiplies the codes of a `<module>.weight` of 8 or 4 bits."""
 
 # What describes the network; other keys of a config.json could make transformers load code.
 _KEYS = (
@@ -56,6 +56,7 @@ _KEYS = (
     "rope_theta",
     "vocab_size",
 )
+_CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _ROPE_KINDS = ("default", "linear", "llama3")
 
 
@@ -245,17 +246,26 @@ def _transformers() -> Any:
 def _weights(
     bundle: Bundle, mapped: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Every weight in a dtype; 8-bit codes times their scales, which are no weights themselves."""
+    """Every weight in a dtype; codes times their scales, which are no weights themselves."""
     stored = network_weights(mapped, bundle.manifest)
     weights = {}
     for name, tensor in stored.items():
-        if tensor.dtype == torch.float8_e4m3fn:
+        if tensor.dtype in _CODES:
             if name + SCALE not in stored:
                 raise IntegrityError(f"the weights lack `{name}{SCALE}`", where=bundle.folder)
-            weights[name] = (tensor.float() * stored[name + SCALE].float()).to(dtype)
-        elif stored.get(name.removesuffix(SCALE), tensor).dtype != torch.float8_e4m3fn:
+            weights[name] = _decoded(tensor, stored[name + SCALE]).to(dtype)
+        elif stored.get(name.removesuffix(SCALE), tensor).dtype not in _CODES:
             weights[name] = tensor if name == INV_FREQ else tensor.to(dtype)
     return weights
+
+
+def _decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A weight in float32; bytes hold pairs of 4-bit codes, 16 apart in blocks of 32."""
+    wide = codes.float()
+    if codes.dtype == torch.uint8:
+        blocks = codes.reshape(len(codes), -1, 1, 16)
+        wide = torch.cat((blocks % 16, blocks // 16), dim=2).reshape(len(codes), -1) - 8.0
+    return wide * scale.float().repeat_interleave(wide.shape[1] // scale.shape[1], dim=1)
 
 
 def _network(bundle: Bundle, reporter: Reporter) -> tuple[dict[str, Any], bool]:

@@ -8,17 +8,20 @@ from typing import Any, TypeVar
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.errors import BuildError, CompatibilityError
-from llama_artifacts.manifest import FORMATS, Manifest, Program, Source
+from llama_artifacts.manifest import FORMATS, Manifest, Program, Quantized, Source
 from llama_artifacts.strict_json import parse_object, shown
 from llama_artifacts.weights import stored_tensors
 from llama_export.checkpoint.fp8 import E4M3
-from llama_export.checkpoint.layout import SCALE
+from llama_export.checkpoint.layout import PACKED, SCALE
 from llama_export.entries import registry
 from llama_export.entries.variants import DEFAULTS, NONE
+from llama_export.quantize import EIGHT_BITS
 
 T = TypeVar("T")
 _FIXED = (SCALE, ".inv_freq")
 """How the names of weights end whose dtype no choice changes."""
+_CODES = (E4M3, EIGHT_BITS, PACKED)
+"""Dtypes of weights beside the compute dtype."""
 VERSION_KEY, VERSION = "llama-export", 1
 """The key that marks such a file, and the version of its form."""
 
@@ -81,10 +84,18 @@ def choices(bundle: Bundle) -> dict[str, Any]:
         "device": _only((p.target.device for p in programs), "devices", bundle),
         "isa": _only((p.target.isa for p in programs if p.target.isa), "ISAs", bundle),
         "numerics": _only((p.numerics for p in programs if p.numerics), "numerics", bundle),
+        **_quantized(manifest.quantized),
         "num_layers": manifest.model.num_layers,
         "weights": manifest.weights,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _quantized(quantized: Quantized | None) -> dict[str, Any]:
+    if quantized is None:
+        return {}
+    size = quantized.group_size
+    return {"quantize": quantized.kind, "group_size": "row" if size is None else str(size)}
 
 
 def _model(source: Source) -> str:
@@ -145,7 +156,7 @@ def _dtype(bundle: Bundle) -> str | None:
         return None  # they stay in the checkpoint's own files, as they are
     stored = stored_tensors(bundle)
     kinds = {tensor.dtype for name, (_, tensor) in stored.items() if not name.endswith(_FIXED)}
-    return manifest.dtype if kinds <= {manifest.dtype, E4M3} else None
+    return manifest.dtype if kinds <= {manifest.dtype, *_CODES} else None
 
 
 def _only(values: Iterable[T], what: str, bundle: Bundle) -> T | None:

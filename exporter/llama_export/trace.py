@@ -24,7 +24,7 @@ from llama_artifacts.dtypes import from_name, from_torch
 from llama_artifacts.errors import BuildError
 from llama_artifacts.signature import Shape, Signature, TensorSpec, parts, resolve
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.checkpoint.layout import scaled_modules
+from llama_export.checkpoint.layout import coded_modules
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries.registry import EntrySpec
 from llama_export.model.llama import Formulation, Llama
@@ -101,7 +101,7 @@ def trace(job: Job, *, returns_states: bool = False) -> ExportedProgram:
 
 
 def _module(job: Job, returns_states: bool) -> torch.nn.Module:
-    llama = Llama(job.config, job.form, fp8_modules=scaled_modules(job.weights))
+    llama = Llama(job.config, job.form, coded=coded_modules(job.weights))
     fakes = {
         name: torch.empty(info.shape, dtype=torch_dtype(info.dtype))
         for name, info in job.weights.items()

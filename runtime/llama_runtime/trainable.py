@@ -63,10 +63,10 @@ def _check(loading: Loading) -> None:
             hint="train an entry without states, such as `loss_packed`",
         )
     for name, tensor in loading.constants().items():
-        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        if tensor.dtype.itemsize == 1:
             raise CompatibilityError(
                 f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}: "
-                "weights of eight bits cannot be trained",
+                "weights of eight bits and less cannot be trained",
                 where=loading.path,
                 hint="build the bundle from the checkpoint in bf16 or f32",
             )

@@ -16,7 +16,7 @@ from torch._inductor import aoti_compile_and_package, aoti_load_package
 from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Numerics
 from llama_export.checkpoint.config import read_hf_config
-from llama_export.checkpoint.layout import expected_tensors, linear_shapes
+from llama_export.checkpoint.layout import FP8, expected_tensors, linear_shapes
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries import registry
 from llama_export.entries.registry import Sizes
@@ -203,7 +203,7 @@ def job(entry: str, form: Formulation, *, ignored: str = "lm_head", **overrides:
     dtype = from_torch(form.dtype).name
     weights = {
         name: TensorInfo("f8e4m3" if name.removesuffix(".weight") in modules else dtype, shape)
-        for name, shape in expected_tensors(config, modules).items()
+        for name, shape in expected_tensors(config, dict.fromkeys(modules, FP8)).items()
     }
     scales = {f"{name}.weight_scale" for name in modules}
     weights |= {name: replace(weights[name], dtype="bf16") for name in scales}

@@ -43,7 +43,7 @@ class Calls(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         parts = [list(self.weights)[i : i + 3] for i in range(0, len(self.weights), 3)]
         return [
-            products(x[:num_rows, :width].contiguous(), weights)
+            products(x[:num_rows, :width].contiguous(), weights, [])
             for (_, width, num_rows), weights in zip(self.cases, parts, strict=True)
         ]
 
@@ -63,7 +63,7 @@ def test_the_operator_is_products_side_by_side() -> None:
 
 def test_the_operator_is_whole() -> None:
     x, weights = draw(2, 33, seed=0), [draw(5, 33, seed=1), draw(2, 33, seed=2).bfloat16()]
-    torch.library.opcheck(torch.ops.llama_export.products.default, (x, weights))
+    torch.library.opcheck(torch.ops.llama_export.products.default, (x, weights, []))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ import torch
 from llama_artifacts.manifest import Format, Numerics, Program
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.fp8 import E4M3
-from llama_export.checkpoint.layout import scaled_modules
+from llama_export.checkpoint.layout import coded_modules
 from llama_export.entries import registry
 from llama_export.footprint.network import Network, from_model, plain_tensors
 from llama_export.lower.backend import Place, backend
@@ -99,7 +99,7 @@ def network(preset: str, num_layers: int | None, *, is_tiny: bool) -> Network:
     found = from_model(preset)
     if is_tiny:
         config: LlamaConfig = replace(found.config, **TINY)
-        modules = {m for m in scaled_modules(found.tensors) if _layer(m) < config.num_layers}
+        modules = {m for m in coded_modules(found.tensors) if _layer(m) < config.num_layers}
         tensors = plain_tensors(config, found.dtype, frozenset(modules))
         found = replace(found, config=config, tensors=tensors)
     return found if num_layers is None else found.first_layers(num_layers)

@@ -32,6 +32,7 @@ from llama_export.checkpoint.files import (
 from llama_export.checkpoint.fp8 import E4M3, check_fp8, with_row_scales
 from llama_export.checkpoint.layout import (
     EMBEDDING,
+    FP8,
     HEAD,
     SCALE,
     check_layout,
@@ -109,7 +110,9 @@ class HfCheckpoint:
         fp8 = check_fp8(hf.fp8, config, tensors, where=folder)
         tensors = with_row_scales(config, tensors, fp8)
         check_layout(config, tensors, where=folder, fp8=fp8)
-        tensors = {name: tensors[name] for name in expected_tensors(config, fp8)}
+        tensors = {
+            name: tensors[name] for name in expected_tensors(config, dict.fromkeys(fp8, FP8))
+        }
         if fp8:
             notes.append(f"{len(fp8)} linear layers are FP8 (E4M3) and stay so in the bundle")
         notes += _inv_freq_notes(ignored, config, headers_only=not has_data)

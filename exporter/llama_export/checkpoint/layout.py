@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from llama_artifacts.errors import CheckpointError
@@ -15,7 +16,9 @@ from llama_export.checkpoint.source import TensorInfo
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCALE = ".weight_scale"
-"""Ends the name of an FP8 weight's scales; what stands before it is the linear layer's name."""
+"""Ends the name of a weight's scales; what stands before it is the module's name."""
+PACKED = "u8"
+"""The dtype of codes of four bits."""
 MAX_LISTED = 3
 
 T = TypeVar("T")
@@ -23,37 +26,85 @@ T = TypeVar("T")
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
 
-def expected_tensors(config: LlamaConfig, fp8: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+@dataclass(frozen=True)
+class Codes:
+    """How a matrix [out, in] is stored as codes, which scales in `<module>.weight_scale` multiply.
+
+    Attributes:
+        dtype: `f8e4m3` and `i8`, a code a value; or `u8`, two codes of four bits a byte.
+        group_size: values of a row that share a scale; None: the whole row.
+    """
+
+    dtype: str
+    group_size: int | None = None
+
+    def shape(self, matrix: tuple[int, ...]) -> tuple[int, int]:
+        """Of the stored codes of a matrix [out, in]."""
+        num_out, num_in = matrix
+        return num_out, num_in // 2 if self.dtype == PACKED else num_in
+
+    def scale_shape(self, matrix: tuple[int, ...]) -> tuple[int, int]:
+        """Of its scales."""
+        num_out, num_in = matrix
+        return num_out, 1 if self.group_size is None else num_in // self.group_size
+
+
+FP8 = Codes("f8e4m3")
+
+
+def expected_tensors(
+    config: LlamaConfig, coded: Mapping[str, Codes] | None = None
+) -> dict[str, tuple[int, ...]]:
     """Shapes by Hugging Face name, in the order of the network; no head where it is tied.
 
     Args:
         config: the network.
-        fp8: names of the linear layers that are FP8, whose scales follow their weights.
+        coded: the modules whose weights are codes, by name; scales follow their weights.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in _unquantised(config).items():
-        shapes[name] = shape
+    for name, shape in _plain(config).items():
         module = name.removesuffix(".weight")
-        if module in fp8:
-            shapes[f"{module}{SCALE}"] = (shape[0], 1)
+        codes = (coded or {}).get(module)
+        shapes[name] = shape if codes is None else codes.shape(shape)
+        if codes is not None:
+            shapes[f"{module}{SCALE}"] = codes.scale_shape(shape)
     return shapes
 
 
 def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Weight shapes [out, in] of the linear layers, by the layer's name; no head where tied."""
+    shapes = matrix_shapes(config)
+    return {name: shapes[name] for name in shapes if f"{name}.weight" != EMBEDDING}
+
+
+def matrix_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The same with the embedding [vocabulary, hidden]."""
     return {
         name.removesuffix(".weight"): shape
-        for name, shape in _unquantised(config).items()
-        if len(shape) == 2 and name != EMBEDDING
+        for name, shape in _plain(config).items()
+        if len(shape) == 2
     }
 
 
-def scaled_modules(names: Iterable[str]) -> frozenset[str]:
-    """The linear layers that are FP8, by the names of all tensors: those with scales."""
-    return frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE))
+def coded_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, Codes]:
+    """The modules whose weights are codes, by all tensors of a bundle: those with scales."""
+    modules = [name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)]
+    return {
+        module: _codes(tensors[f"{module}.weight"], tensors[f"{module}{SCALE}"])
+        for module in modules
+        if f"{module}.weight" in tensors
+    }
 
 
-def _unquantised(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _codes(weight: TensorInfo, scale: TensorInfo) -> Codes:
+    num_groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    if num_groups == 1:
+        return Codes(weight.dtype)
+    num_in = weight.shape[1] * (2 if weight.dtype == PACKED else 1)
+    return Codes(weight.dtype, num_in // num_groups)
+
+
+def _plain(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for name, shape in layer_tensors(config).items():
@@ -115,7 +166,7 @@ def check_layout(
         CheckpointError: names the tensor, and for a shape both shapes.
     """
     _check_layers(config, tensors, where=where)
-    expected = expected_tensors(config, fp8)
+    expected = expected_tensors(config, dict.fromkeys(fp8, FP8))
     _check_head(config, tensors, where=where)
     _refuse("missing", [name for name in expected if name not in tensors], where=where)
     _refuse("unused", [name for name in tensors if name not in expected], where=where)

@@ -30,6 +30,10 @@ EXAMPLES = (
         "llama-export build ./model.gguf -o my-bundle --format aoti --max-seq 8192",
     ),
     (
+        "Four-bit weights, in a third of the size:",
+        "llama-export build owner/name -o small --quantize int4",
+    ),
+    (
         "Whether the same comes out once more, byte for byte:",
         "llama-export build ./model.gguf --check my-bundle",
     ),
@@ -94,6 +98,21 @@ class BuildCommand(Command):
     default="exact",
     help="How products with FP8 weights are computed: `exact` as if they were stored in the dtype"
     " of the arithmetic; `fast` scales after the sum and, on CUDA, rounds activations to FP8.",
+)
+@option(
+    "--quantize",
+    group=PROGRAMS,
+    type=click.Choice(["int8", "int4"]),
+    show_default="nothing is rounded",
+    help="Round the layers' weights to integers of eight or four bits with a scale for each group,"
+    " and the embedding and the output head to eight. Arithmetic stays in the dtype.",
+)
+@option(
+    "--group-size",
+    group=PROGRAMS,
+    type=click.Choice(["32", "64", "128", "row"]),
+    show_default="64 in int8, 32 in int4",
+    help="How many values of a row share a scale in quantised weights.",
 )
 @option(
     "--num-layers",

@@ -69,6 +69,20 @@ _PROGRAM_OPTIONS = (
         help="The dtype of a model's weights and arithmetic.",
     ),
     option(
+        "--quantize",
+        group=PROGRAM,
+        type=click.Choice(["int8", "int4"]),
+        show_default="nothing is rounded",
+        help="What a build makes of a model's matrices.",
+    ),
+    option(
+        "--group-size",
+        group=PROGRAM,
+        type=click.Choice(["32", "64", "128", "row"]),
+        show_default="64 in int8, 32 in int4",
+        help="How many values of a row share a scale in quantised weights.",
+    ),
+    option(
         "--page-size",
         group=PROGRAM,
         type=click.IntRange(min=1),

@@ -10,7 +10,7 @@ from typing import Protocol
 from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import Bundle, open_bundle
 from llama_artifacts.errors import BuildError, ChoiceError, InputError
-from llama_artifacts.manifest import Format
+from llama_artifacts.manifest import Format, IntegerKind
 from llama_artifacts.manifest import Program as ProgramRecord
 from llama_export.entries import registry
 from llama_export.entries.registry import EntrySpec, Sizes
@@ -38,6 +38,8 @@ class Question:
         format: of the program; None: of a bundle what its runtime takes, else `pt2`.
         device: `cpu` or `cuda`; None: that of the bundle's program, else `cpu`.
         dtype: the compute dtype of a model; None: the checkpoint's.
+        quantize: what a build of the model makes of its matrices.
+        group_size: as a build takes it.
         page_size: positions of a page, of a model's pools.
         shards: devices that share the network.
     """
@@ -46,6 +48,8 @@ class Question:
     format: Format | None = None
     device: str | None = None
     dtype: str | None = None
+    quantize: IntegerKind | None = None
+    group_size: str | None = None
     page_size: int = DEFAULT_PAGE_SIZE
     shards: int = 1
 
@@ -98,7 +102,12 @@ def open_subject(place: str, question: Question) -> Subject:
     if (folder / manifests.FILE_NAME).exists():
         return _open_program(open_bundle(folder), question)
     spec = registry.find(question.entry)
-    network = from_model(place, dtype=question.dtype)
+    network = from_model(
+        place,
+        dtype=question.dtype,
+        quantize=question.quantize,
+        group_size=question.group_size,
+    )
     kind = Kind(question.format or "pt2", question.device or "cpu", "exact", question.page_size)
     if kind.format == "onnx" and kind.device == "cpu":
         network = replace(network, dtype="f32")
@@ -230,6 +239,12 @@ def _open_program(bundle: Bundle, question: Question) -> Built:
     if question.dtype is not None or question.page_size != DEFAULT_PAGE_SIZE:
         raise ChoiceError(
             "--dtype and --page-size are fixed in a bundle", where=bundle.folder, hint=_GIVE_MODEL
+        )
+    if question.quantize is not None or question.group_size is not None:
+        raise ChoiceError(
+            "--quantize and --group-size are fixed in a bundle",
+            where=bundle.folder,
+            hint=_GIVE_MODEL,
         )
     record = _choose(bundle, question)
     network = from_bundle(bundle, record)

@@ -14,8 +14,9 @@ from pathlib import Path
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import Manifest
+from llama_artifacts.manifest import IntegerKind, Manifest
 from llama_artifacts.manifest import Program as ProgramRecord
+from llama_artifacts.summary import show_quantized
 from llama_artifacts.weights import stored_tensors
 from llama_export import presets
 from llama_export.checkpoint.config import (
@@ -27,9 +28,13 @@ from llama_export.checkpoint.config import (
 from llama_export.checkpoint.files import CONFIG, read_json
 from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import (
+    FP8,
+    SCALE,
+    Codes,
+    coded_modules,
     expected_tensors,
     linear_shapes,
-    scaled_modules,
+    matrix_shapes,
 )
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import TensorInfo
@@ -37,6 +42,7 @@ from llama_export.footprint.figures import Basis
 from llama_export.footprint.shards import shard
 from llama_export.model.llama import INV_FREQ
 from llama_export.pack import plan_weights
+from llama_export.quantize import choose, quantized_tensors
 
 DEFAULT_DTYPE = "bf16"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -84,12 +90,18 @@ class Network:
         return replace(self._with(shard(self.config, num_shards)), weights_how=how)
 
     def _with(self, config: LlamaConfig) -> Network:
-        shapes = _shapes(config, scaled_modules(self.tensors))
+        shapes = _shapes(config, coded_modules(self.tensors))
         tensors = {name: TensorInfo(self.tensors[name].dtype, shapes[name]) for name in shapes}
         return replace(self, config=config, tensors=tensors)
 
 
-def from_model(model: str, *, dtype: str | None = None) -> Network:
+def from_model(
+    model: str,
+    *,
+    dtype: str | None = None,
+    quantize: IntegerKind | None = None,
+    group_size: str | None = None,
+) -> Network:
     """The network of a checkpoint folder, GGUF file, hub repository or preset.
 
     A preset and a folder with nothing but a config.json are taken by their config alone.
@@ -97,10 +109,24 @@ def from_model(model: str, *, dtype: str | None = None) -> Network:
     Args:
         model: as `build` takes it.
         dtype: the compute dtype, which weights take too as in a build; None: the checkpoint's.
+        quantize: what a build makes of the matrices.
+        group_size: as a build takes it.
 
     Raises:
         CheckpointError: nothing of that name, or it cannot be used.
+        ChoiceError: it cannot be quantised so.
     """
+    network = _unquantised(model, dtype)
+    is_fp8 = FP8 in coded_modules(network.tensors).values()
+    quantized = choose(quantize, group_size, is_fp8=is_fp8)
+    if quantized is None:
+        return network
+    how = f"{network.weights_how}, {show_quantized(quantized)}"
+    tensors = quantized_tensors(network.tensors, quantized)
+    return replace(network, tensors=tensors, weights_how=how)
+
+
+def _unquantised(model: str, dtype: str | None) -> Network:
     path = Path(model)
     preset = None if os.path.lexists(model) else presets.find(model)
     if preset is not None:
@@ -132,12 +158,12 @@ def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
     manifest = bundle.manifest
     config = _config(manifest)
     if manifest.weights in ("none", "reference"):
-        modules = scaled_modules(program.constants)
-        tensors = plain_tensors(config, manifest.dtype, modules)
+        tensors = _bound_tensors(config, manifest, program)
         how = "the manifest's sizes; the bundle holds no weights"
         return Network(manifest.name, config, program.dtype, tensors, "modelled", how)
     stored = {name: tensor for name, (_, tensor) in stored_tensors(bundle).items()}
-    shapes = _shapes(config, scaled_modules(stored))
+    infos = {name: TensorInfo(found.dtype, found.shape) for name, found in stored.items()}
+    shapes = _shapes(config, coded_modules(infos))
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
             raise IntegrityError(f"expected `{name}` of shape {list(shape)}", where=bundle.folder)
@@ -160,12 +186,23 @@ def plain_tensors(
     fixed = {**dict.fromkeys(eight_bits, E4M3), INV_FREQ: "f32"}
     return {
         name: TensorInfo(fixed.get(name, dtype), shape)
-        for name, shape in _shapes(config, modules).items()
+        for name, shape in _shapes(config, dict.fromkeys(modules, FP8)).items()
     }
 
 
-def _shapes(config: LlamaConfig, modules: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    kept = {name for name in modules if name in linear_shapes(config)}
+def _bound_tensors(
+    config: LlamaConfig, manifest: Manifest, program: ProgramRecord
+) -> Mapping[str, TensorInfo]:
+    """What a program binds, where its weights are not here."""
+    if manifest.quantized is not None:
+        return quantized_tensors(plain_tensors(config, manifest.dtype), manifest.quantized)
+    modules = {name.removesuffix(SCALE) for name in program.constants if name.endswith(SCALE)}
+    return plain_tensors(config, manifest.dtype, frozenset(modules))
+
+
+def _shapes(config: LlamaConfig, modules: Mapping[str, Codes]) -> dict[str, tuple[int, ...]]:
+    matrices = matrix_shapes(config)
+    kept = {name: codes for name, codes in modules.items() if name in matrices}
     return {**expected_tensors(config, kept), INV_FREQ: (config.head_dim // 2,)}
 
 

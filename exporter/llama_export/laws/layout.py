@@ -7,7 +7,7 @@ import math
 from llama_export.checkpoint.layout import HEAD, expected_tensors
 from llama_export.laws.bench import Bench
 from llama_export.laws.finding import Finding, exact
-from llama_export.laws.oracle import model_config
+from llama_export.laws.oracle import coded, model_config
 from llama_export.lower.backend import MAX_INLINED
 
 
@@ -15,14 +15,15 @@ def check(bench: Bench) -> Finding | None:
     """The law on the bundle."""
     manifest = bench.manifest
     shapes = {name: tensor.shape for name, tensor in bench.weights.items()}
-    expected = expected_tensors(model_config(manifest))
+    config = model_config(manifest)
+    plain, expected = expected_tensors(config), expected_tensors(config, coded(bench.weights))
     faults = [f"`{name}` is missing" for name in expected if name not in shapes]
     faults += [
         f"`{name}` has shape {list(shapes[name])}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in shapes and tuple(shapes[name]) != tuple(shape)
     ]
-    num_parameters = sum(math.prod(shapes[name]) for name in expected if name in shapes)
+    num_parameters = sum(math.prod(shape) for name, shape in plain.items() if name in shapes)
     if num_parameters != manifest.model.num_parameters:
         faults.append(f"{num_parameters} parameters, expected {manifest.model.num_parameters}")
     bound = {name for program in manifest.programs for name in program.constants}

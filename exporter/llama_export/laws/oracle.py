@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from llama_artifacts.dtypes import from_torch
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import Manifest
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
-from llama_export.checkpoint.layout import expected_tensors, scaled_modules
+from llama_export.checkpoint.layout import Codes, coded_modules, expected_tensors
+from llama_export.checkpoint.source import TensorInfo
 from llama_export.laws.calls import Sequences
 from llama_export.laws.spans import Plan, Span
 from llama_export.model.llama import INV_FREQ, Attention, Formulation, Llama
@@ -26,7 +28,7 @@ def load_model(weights: Mapping[str, torch.Tensor], manifest: Manifest, *, where
         IntegrityError: the weights are not those of the manifest's network.
     """
     form = Formulation(torch.float32, reads_positions=False)
-    model = Llama(model_config(manifest), form, fp8_modules=scaled_modules(weights))
+    model = Llama(model_config(manifest), form, coded=coded(weights))
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as cause:
@@ -45,8 +47,18 @@ def network_weights(
     if manifest.weights == "copy":
         return weights
     config = model_config(manifest)
-    known = {*expected_tensors(config, scaled_modules(weights)), INV_FREQ}
+    known = {*expected_tensors(config, coded(weights)), INV_FREQ}
     return {name: tensor for name, tensor in weights.items() if name in known}
+
+
+def coded(weights: Mapping[str, torch.Tensor]) -> dict[str, Codes]:
+    """The modules whose weights are codes."""
+    return coded_modules(
+        {
+            name: TensorInfo(from_torch(tensor.dtype).name, tuple(tensor.shape))
+            for name, tensor in weights.items()
+        }
+    )
 
 
 def model_config(manifest: Manifest) -> LlamaConfig:

@@ -15,6 +15,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
 import llama_export.model.products  # noqa: F401  # the operator
+from llama_export.lower.integers import CodedProducts
 from llama_export.lower.kernel import Call, Kernel
 
 _HELPERS = r"""
@@ -112,6 +113,9 @@ class Products(Kernel):
 
 
 @register_lowering(torch.ops.llama_export.products.default, type_promotion_kind=None)
-def _lower(x: ir.TensorBox, weights: Sequence[ir.TensorBox]) -> ir.TensorBox:
-    total = sum(int(weight.get_size()[0]) for weight in weights)
-    return ir.TensorBox.create(Products([x, *weights], [x.get_size()[0], total]))
+def _lower(
+    x: ir.TensorBox, weights: Sequence[ir.TensorBox], scales: Sequence[ir.TensorBox]
+) -> ir.TensorBox:
+    size = [x.get_size()[0], sum(int(weight.get_size()[0]) for weight in weights)]
+    kind = CodedProducts if scales else Products
+    return ir.TensorBox.create(kind([x, *weights, *scales], size))

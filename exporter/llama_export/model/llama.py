@@ -12,7 +12,7 @@ compute dtype where the reference implementation (transformers' Llama) rounds it
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from llama_artifacts.manifest import Numerics
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.model import fp8, generation, rope
+from llama_export.checkpoint.layout import Codes
+from llama_export.model import fp8, generation, integers, rope
 from llama_export.model.attention import (
     CachedRows,
     Context,
@@ -90,7 +91,7 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """A linear layer [..., in] -> [..., out], fused for few rows (see `Formulation`).
 
-    `weight_scale` [out, 1] is there where the weight is FP8, and multiplies it row by row.
+    `weight_scale` [out, groups] is there where the weight is codes, and multiplies each group of a row.
     """
 
     def __init__(self, num_in: int, num_out: int, form: Formulation, *, bias: bool = False) -> None:
@@ -103,6 +104,18 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return together(x, self)[0]
 
+    def hold(self, codes: Codes) -> None:
+        """Makes room for a weight of codes and its scales."""
+        weight, scale = codes.shape(self.weight.shape), codes.scale_shape(self.weight.shape)
+        self.weight, self.weight_scale = (
+            nn.Parameter(torch.empty(shape), requires_grad=False) for shape in (weight, scale)
+        )
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether the weight is codes of small integers (see `llama_export.model.integers`)."""
+        return self.weight_scale is not None and self.weight.dtype in integers.DTYPES
+
     def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Adds the bias to a product in float32, and rounds."""
         return (y if self.bias is None else y + self.bias.float()).to(dtype)
@@ -110,9 +123,22 @@ class Linear(nn.Module):
     def apart(self, x: Tensor) -> Tensor:
         """The layer by itself, in the form that many rows or FP8 weights have."""
         scale, form, bias = self.weight_scale, self.form, self.bias
+        if scale is not None and self.has_integers:
+            return integers.linear(x, self.weight, scale, bias)
         if scale is not None:
             return fp8.linear(x, self.weight, scale, bias, form=form, is_fused=_is_fused(x, form))
         return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class Embedding(Linear):
+    """Rows of a table [vocabulary, hidden]; as a tied head, the linear layer of that weight."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., hidden] of tokens [...], in the compute dtype."""
+        found = F.embedding(tokens, self.weight)
+        if self.weight_scale is None:
+            return found.to(self.form.dtype)
+        return integers.decode(found, F.embedding(tokens, self.weight_scale), self.form.dtype)
 
 
 def _is_fused(x: Tensor, form: Formulation) -> bool:
@@ -122,15 +148,14 @@ def _is_fused(x: Tensor, form: Formulation) -> bool:
 
 def together(x: Tensor, *layers: Linear) -> list[Tensor]:
     """Linear layers of the same x [..., in], as one pass over their weights for few rows."""
-    if not _is_fused(x, layers[0].form) or any(layer.weight_scale is not None for layer in layers):
+    scales = [layer.weight_scale for layer in layers if layer.weight_scale is not None]
+    has_kernel = not scales or all(layer.has_integers for layer in layers)
+    if not has_kernel or not _is_fused(x, layers[0].form):
         return [layer.apart(x) for layer in layers]
-    weights = [layer.weight for layer in layers]
-    parts = _products(x, weights).split([weight.shape[0] for weight in weights], dim=-1)
+    weights, rows = [layer.weight for layer in layers], x.flatten(0, -2)
+    y = products(rows if scales else rows.float(), weights, scales).unflatten(0, x.shape[:-1])
+    parts = y.split([weight.shape[0] for weight in weights], dim=-1)
     return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]
-
-
-def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return products(x.flatten(0, -2).float(), weights).unflatten(0, x.shape[:-1])
 
 
 class Attention(nn.Module):
@@ -206,7 +231,7 @@ class Body(nn.Module):
 
     def __init__(self, config: LlamaConfig, form: Formulation) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.hidden_size, config.vocab_size, form)
         self.layers = nn.ModuleList(Layer(config, form) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim)
@@ -216,7 +241,7 @@ class Llama(nn.Module):
     """The network, with one method per entry."""
 
     def __init__(
-        self, config: LlamaConfig, form: Formulation, *, fp8_modules: Collection[str] = ()
+        self, config: LlamaConfig, form: Formulation, *, coded: Mapping[str, Codes] | None = None
     ) -> None:
         super().__init__()
         self.form = form
@@ -227,9 +252,9 @@ class Llama(nn.Module):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, form)
         )
-        for name in fp8_modules:  # linear layers whose weights are FP8
+        for name, codes in (coded or {}).items():
             linear: Any = self.get_submodule(name)
-            linear.weight_scale = nn.Parameter(torch.empty(linear.weight.shape[0], 1))
+            linear.hold(codes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, S, V] of tokens [B, S]."""
@@ -396,7 +421,7 @@ class Llama(nn.Module):
     def _hidden(
         self, tokens: Tensor, context: Context, states: Sequence[State] | None = None
     ) -> Tensor:
-        x = self.model.embed_tokens(tokens).to(self.form.dtype)
+        x = self.model.embed_tokens.rows(tokens)
         cos, sin = rope.rotations(context.positions, self.model.rotary_emb.inv_freq, x.dtype)
         turn = self.form.kept(cos[..., None, :]), self.form.kept(sin[..., None, :])
         for i, layer in enumerate(self.model.layers):
@@ -404,12 +429,8 @@ class Llama(nn.Module):
         return self.form.kept(self.model.norm(x))
 
     def _head(self, x: Tensor) -> Tensor:
-        if self.lm_head is not None:
-            return self.lm_head(x)
-        weight = self.model.embed_tokens.weight
-        if _is_fused(x, self.form):
-            return _products(x, [weight]).to(x.dtype)
-        return F.linear(x, weight.to(x.dtype))
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return head(x)
 
     def _generate(
         self, token: Tensor, pos: Tensor, states: Sequence[State], num_steps: int, **choice: Any

@@ -10,17 +10,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llama_export.model import integers
+
 
 @torch.library.custom_op("llama_export::products", mutates_args=())
-def products(x_RH: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def products(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
     """X [R, H] float32 times each weight [V, H], side by side, float32 [R, sum of V].
 
+    Where there are scales [V, G], bf16, one for each weight, these are codes of small integers of
+    one kind (see `llama_export.model.integers`), and x may be of any dtype.
+
     The operator has a kernel of its own in native code (`llama_export.lower.products`); what it
-    computes is this: a sum in float32 over the stored weight.
+    computes is this: a sum in float32 over the stored weight, or over the decoded one.
     """
-    return torch.cat([(x_RH[:, None] * weight.float()).sum(-1) for weight in weights], dim=-1)
+    wide = [weight.float() for weight in weights]
+    if scales:
+        pairs = zip(weights, scales, strict=True)
+        wide = [integers.decode(codes, scale, torch.float32) for codes, scale in pairs]
+    return torch.cat([(x_RH[:, None] * weight).sum(-1) for weight in wide], dim=-1)
 
 
 @products.register_fake
-def _(x_RH: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return x_RH.new_empty(x_RH.shape[0], sum(weight.shape[0] for weight in weights))
+def _(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
+    size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
+    return x_RH.new_empty(size, dtype=torch.float32)

@@ -179,6 +179,16 @@ Check read_check(const Node& node) {
   return check;
 }
 
+Quantized read_quantized(const Node& node) {
+  node.keys({"kind", "group_size"});
+  Quantized quantized;
+  quantized.kind = node.field("kind").one_of({"int8", "int4"});
+  if (const auto size = node.optional("group_size"); size && !size->is_null()) {
+    quantized.group_size = size->at_least(1);
+  }
+  return quantized;
+}
+
 void read_weights(const Node& node, Manifest& manifest) {
   for (const auto& [name, item] : node.field("weights_headers").members()) {
     item.check_key(name, is_file_name, "a plain file name");
@@ -188,12 +198,15 @@ void read_weights(const Node& node, Manifest& manifest) {
     for (const auto& [name, file] : read_files(*referenced))
       manifest.referenced.emplace(name, file);
   }
+  if (const auto quantized = node.optional("quantized"); quantized && !quantized->is_null()) {
+    manifest.quantized = read_quantized(*quantized);
+  }
 }
 
 Manifest read_all(const Node& node) {
   node.keys({"schema", "name", "source", "model", "dtype", "max_seq", "batch", "weights",
              "tokenizer", "has_chat_template", "stop_tokens", "toolchain", "programs", "checks",
-             "files", "weights_headers", "referenced"});
+             "files", "weights_headers", "referenced", "quantized"});
   Manifest manifest;
   manifest.schema = node.field("schema").text();
   manifest.name = node.field("name").text();

@@ -115,6 +115,12 @@ struct ModelSizes {
   int64_t num_parameters = 0;
 };
 
+// What a build made of the checkpoint's matrices.
+struct Quantized {
+  std::string kind;                   // codes of the layers, `int8` or `int4`
+  std::optional<int64_t> group_size;  // values of a row that share a scale; none: the whole row
+};
+
 struct Check {
   std::string law;
   std::string entry;
@@ -141,6 +147,7 @@ struct Manifest {
   std::map<std::string, File, std::less<>> files;
   std::map<std::string, std::string> weights_headers;
   std::map<std::string, File> referenced;
+  std::optional<Quantized> quantized;
   // Key paths that a newer minor version of the format has and this reader ignores.
   std::vector<std::string> ignored;
 

@@ -1,0 +1,143 @@
+"""Rounds weights to small integers: which tensors, how they are stored, and their values.
+
+Symmetric, a group of a row at a time, as GGUF's Q8_0 and Q4_0 do: of eight bits, the largest
+magnitude of a group becomes 127 or -127; of four, the value of the largest magnitude becomes -8,
+or nearly so: of the scales that make it `_PEAKS`, the one with the least squared error is taken.
+Scales are bf16, and codes are rounded with the scale as it is stored. The embedding and the output
+head are int8 in any case: there, four bits raise perplexity and eight do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from llama_artifacts.errors import ChoiceError
+from llama_artifacts.manifest import IntegerKind, Quantized
+from llama_export.checkpoint.layout import EMBEDDING, HEAD, PACKED, SCALE, Codes
+from llama_export.checkpoint.source import TensorInfo
+from llama_export.model.integers import BLOCK, OFFSET, pack
+
+EIGHT_BITS = "i8"
+SCALE_DTYPE = "bf16"
+DEFAULT_GROUP_SIZES: dict[IntegerKind, int | None] = {"int8": 64, "int4": 32}
+"""Values that share a scale where nothing else is asked for."""
+
+_LARGEST = 127
+_PEAKS = (-8.0, -7.5, -7.0, -8.5, -9.0)
+_CHUNK_VALUES = 1 << 24
+"""How many values are rounded at a time, which bounds memory beside the tensor."""
+
+
+def choose(
+    kind: IntegerKind | None, group_size: str | None, *, is_fp8: bool = False
+) -> Quantized | None:
+    """What the options `--quantize` and `--group-size` ask for.
+
+    Raises:
+        ChoiceError: they contradict each other, or the weights are FP8.
+    """
+    if kind is None:
+        if group_size is not None:
+            message = f"--group-size {group_size} is for --quantize"
+            raise ChoiceError(message, hint="add --quantize int8")
+        return None
+    if is_fp8:
+        raise ChoiceError(
+            f"--quantize {kind} is for unquantised weights, and the checkpoint's are FP8",
+            hint="leave --quantize out, or take the unquantised checkpoint of the same model",
+        )
+    if group_size is None:
+        return Quantized(kind, DEFAULT_GROUP_SIZES[kind])
+    return Quantized(kind, None if group_size == "row" else int(group_size))
+
+
+def quantized_tensors(
+    tensors: Mapping[str, TensorInfo], quantized: Quantized
+) -> dict[str, TensorInfo]:
+    """The tensors with every matrix as codes and scales.
+
+    Raises:
+        ChoiceError: a matrix has a width that the groups, or blocks of codes, do not divide.
+    """
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        codes = codes_of(name, info, quantized)
+        if codes is None:
+            found[name] = info
+            continue
+        _check_width(name, info, codes)
+        found[name] = TensorInfo(codes.dtype, codes.shape(info.shape))
+        found[scale_name(name)] = TensorInfo(SCALE_DTYPE, codes.scale_shape(info.shape))
+    return found
+
+
+def codes_of(name: str, info: TensorInfo, quantized: Quantized) -> Codes | None:
+    """How a tensor is stored as codes; None for those that stay as they are."""
+    if len(info.shape) != 2:
+        return None
+    has_four_bits = quantized.kind == "int4" and name not in (EMBEDDING, HEAD)
+    return Codes(PACKED if has_four_bits else EIGHT_BITS, quantized.group_size)
+
+
+def scale_name(weight: str) -> str:
+    """The name of a weight's scales."""
+    return weight.removesuffix(".weight") + SCALE
+
+
+def quantize(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+    """Codes and scales, bf16, of a weight [V, H].
+
+    Returns:
+        int8 [V, H], or uint8 [V, H / 2] for four bits; and [V, G] for G groups of a row.
+    """
+    num_rows = max(1, _CHUNK_VALUES // weight.shape[1])
+    parts = [_quantize_rows(rows.float(), codes) for rows in weight.split(num_rows)]
+    return torch.cat([part for part, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _quantize_rows(rows: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+    groups = rows.unflatten(-1, (-1, codes.group_size or rows.shape[-1]))
+    if codes.dtype == PACKED:
+        scale = _four_bit_scale(groups)
+        return pack(_rounded(groups, scale, -OFFSET, OFFSET - 1).flatten(-2)), scale[..., 0]
+    scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST).bfloat16()
+    return _rounded(groups, scale, -_LARGEST, _LARGEST).flatten(-2).to(torch.int8), scale[..., 0]
+
+
+def _four_bit_scale(groups: Tensor) -> Tensor:
+    """Scales [..., 1], bf16, with the least squared error; the first of equal ones."""
+    peak = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best = least = None
+    for target in _PEAKS:
+        scale = (peak / target).bfloat16()
+        codes = _rounded(groups, scale, -OFFSET, OFFSET - 1)
+        error = (groups - codes * scale.float()).square().sum(-1, keepdim=True)
+        if best is None or least is None:
+            best, least = scale, error
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
+    assert best is not None
+    return best
+
+
+def _rounded(groups: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
+    """Codes as float32."""
+    divisor = torch.where(scale == 0, 1, scale.float())  # a group of zeros
+    return (groups / divisor).round().clamp(least, most)
+
+
+def _check_width(name: str, info: TensorInfo, codes: Codes) -> None:
+    width = info.shape[1]
+    if codes.group_size is not None and width % codes.group_size:
+        raise ChoiceError(
+            f"expected widths that groups of {codes.group_size} divide, got {width} of `{name}`",
+            hint="choose another --group-size; `row` fits every width",
+        )
+    if codes.dtype == PACKED and width % BLOCK:
+        raise ChoiceError(
+            f"expected widths that blocks of {BLOCK} values divide, got {width} of `{name}`",
+            hint="use --quantize int8 --group-size row",
+        )
