@@ -277,7 +277,9 @@ class Layers(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("isa", "num_rows"), [("avx512", 3), ("avx2", 1)])
+@pytest.mark.parametrize(
+    ("isa", "num_rows"), [("avx512", 3), pytest.param("avx2", 1, marks=pytest.mark.long)]
+)
 def test_compiled_products(isa: str, num_rows: int, tmp_path: Path) -> None:
     options, target = aoti._options("cpu", None)
     if target.isa is None or not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
