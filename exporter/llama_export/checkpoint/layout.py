@@ -17,6 +17,8 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCALE = ".weight_scale"
 """Ends the name of a weight's scales; what stands before it is the module's name."""
+EIGHT_BITS = "i8"
+"""The dtype of codes of eight bits."""
 PACKED = "u8"
 """The dtype of codes of four bits."""
 MAX_LISTED = 3
