@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import multiprocessing
-import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from llama_export import presets
+from llama_export.bench.worker import peak_bytes
 from llama_export.blueprint import draw
 from llama_export.programs import Maker
 from llama_export.recipe import Recipe
@@ -54,7 +54,7 @@ def measure(name: str) -> str:
             trace(maker.job(draft))
             seconds[draft.label] = time.perf_counter() - since
         total = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = peak_bytes() / 2**30
     each = ", ".join(f"{label} {taken:.1f}" for label, taken in seconds.items())
     return f"{name}: {len(seconds)} programs, {total:.0f} s, peak {peak:.2f} GiB ({each})"
 

@@ -26,6 +26,21 @@ size_t char_len(uint8_t first, uint8_t& low, uint8_t& high) {
   return 0;
 }
 
+// The character at `start`: its length and no reason, or what is wrong with it.
+Utf8Fault read_char(std::string_view text, size_t start) {
+  uint8_t low = 0, high = 0;
+  const size_t len = char_len(static_cast<uint8_t>(text[start]), low, high);
+  if (len == 0) return {start, 1, "invalid start byte"};
+  for (size_t k = 1; k < len; ++k) {
+    if (start + k == text.size()) return {start, k, "unexpected end of data"};
+    const auto byte = static_cast<uint8_t>(text[start + k]);
+    if (byte < low || byte > high) return {start, k, "invalid continuation byte"};
+    low = 0x80;
+    high = 0xBF;
+  }
+  return {start, len, nullptr};
+}
+
 bool is_printable(char32_t c) {
   if (c < 0x20 || (c >= 0x7F && c <= 0xA0) || c == 0xAD || c == 0xFEFF) return false;
   if ((c >= 0x2000 && c <= 0x200F) || (c >= 0x2028 && c <= 0x202F)) return false;
@@ -43,31 +58,24 @@ std::string escaped(char32_t c) {
 }  // namespace
 
 Utf8Fault find_utf8_fault(std::string_view text, size_t start) {
-  size_t i = start;
-  while (i < text.size()) {
-    uint8_t low = 0, high = 0;
-    const size_t len = char_len(static_cast<uint8_t>(text[i]), low, high);
-    if (len == 0) return {i, 1, "invalid start byte"};
-    for (size_t k = 1; k < len; ++k) {
-      if (i + k == text.size()) return {i, k, "unexpected end of data"};
-      const auto byte = static_cast<uint8_t>(text[i + k]);
-      if (byte < low || byte > high) return {i, k, "invalid continuation byte"};
-      low = 0x80;
-      high = 0xBF;
-    }
-    i += len;
+  while (start < text.size()) {
+    const Utf8Fault read = read_char(text, start);
+    if (read.reason != nullptr) return read;
+    start += read.num_bytes;
   }
-  return {i, 0, nullptr};
+  return {start, 0, nullptr};
 }
 
 char32_t next_char(std::string_view text, size_t& position) {
+  const Utf8Fault read = read_char(text, position);
   const auto first = static_cast<uint8_t>(text[position]);
-  const size_t len = first < 0x80 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-  char32_t c = len == 1 ? first : first & (0xFF >> (len + 1));
-  for (size_t k = 1; k < len; ++k) {
-    c = (c << 6) | (static_cast<uint8_t>(text[position + k]) & 0x3F);
+  position += read.num_bytes;
+  if (read.reason != nullptr) return 0xFFFD;
+  if (read.num_bytes == 1) return first;
+  char32_t c = first & (0xFF >> (read.num_bytes + 1));
+  for (size_t k = read.position + 1; k < position; ++k) {
+    c = (c << 6) | (static_cast<uint8_t>(text[k]) & 0x3F);
   }
-  position += len;
   return c;
 }
 

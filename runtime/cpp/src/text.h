@@ -18,7 +18,8 @@ struct Utf8Fault {
 // The first fault at or after `start`. Lone surrogates and what is beyond U+10FFFF are faults.
 Utf8Fault find_utf8_fault(std::string_view text, size_t start = 0);
 
-// The character at `position` of sound UTF-8; moves `position` past it.
+// The character at `position`, before the end; moves `position` past it. What is no character, such
+// as one that a cut has shortened, reads as U+FFFD.
 char32_t next_char(std::string_view text, size_t& position);
 void append_char(std::string& text, char32_t c);
 size_t num_chars(std::string_view text);
