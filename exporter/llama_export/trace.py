@@ -27,7 +27,8 @@ from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.layout import coded_modules
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries.registry import EntrySpec
-from llama_export.model.llama import Formulation, Llama
+from llama_export.model.formulation import Formulation
+from llama_export.model.llama import Llama
 
 # Example sizes: at least 2, and such that no two sizes of one program are equal by accident.
 _EXAMPLE_SIZES = (3, 5, 7, 11, 13, 2)

@@ -23,7 +23,7 @@ import torch
 import llama_runtime
 from llama_artifacts import manifest as manifests
 from llama_artifacts.safetensors import read_header
-from llama_export.model.llama import RMSNorm
+from llama_export.model.linear import RMSNorm
 from llama_export.model.rope import rotations
 from tests.benchmarks.cpp import run
 from tests.end_to_end.conftest import BUNDLES, LONG_BUNDLES

@@ -23,7 +23,9 @@ from llama_export.entries.registry import Sizes
 from llama_export.lower import aoti
 from llama_export.lower.backend import needed_capability
 from llama_export.model import fp8
-from llama_export.model.llama import INV_FREQ, Formulation, Linear
+from llama_export.model.formulation import Formulation
+from llama_export.model.linear import Linear
+from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, trace
 from llama_runtime.machine import cpu_flags
 from tests.tiny import tiny_config

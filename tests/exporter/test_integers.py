@@ -20,7 +20,8 @@ from llama_export.checkpoint.layout import Codes
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.lower import aoti
 from llama_export.model import integers
-from llama_export.model.llama import Embedding, Formulation, Linear
+from llama_export.model.formulation import Formulation
+from llama_export.model.linear import Embedding, Linear
 from llama_export.model.products import products
 from llama_export.quantize import quantize, quantized_tensors
 from llama_runtime.machine import cpu_flags

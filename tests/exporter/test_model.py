@@ -16,7 +16,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama_export.checkpoint.open import open_checkpoint
-from llama_export.model.llama import Formulation, Llama, RMSNorm
+from llama_export.model.formulation import Formulation
+from llama_export.model.linear import RMSNorm
+from llama_export.model.llama import Llama
 from llama_export.model.rope import inverse_frequencies
 from tests.tiny import ABSENT, write_tiny
 from tests.tiny_gguf import write_tiny_gguf

@@ -24,7 +24,8 @@ from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries import registry
 from llama_export.entries.llama import MAX_ROWS
 from llama_export.entries.registry import DEFAULT_ROWS, Sizes
-from llama_export.model.llama import INV_FREQ, Formulation, Llama
+from llama_export.model.formulation import Formulation
+from llama_export.model.llama import INV_FREQ, Llama
 from llama_export.presets import find as find_preset
 from llama_export.trace import Job, trace
 from tests.tiny import tiny_config

@@ -16,7 +16,8 @@ from llama_export.checkpoint.layout import Codes, coded_modules, expected_tensor
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.laws.calls import Sequences
 from llama_export.laws.spans import Plan, Span
-from llama_export.model.llama import INV_FREQ, Attention, Formulation, Llama
+from llama_export.model.formulation import Formulation
+from llama_export.model.llama import INV_FREQ, Attention, Llama
 
 Place = tuple[int, int]
 

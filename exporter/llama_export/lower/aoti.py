@@ -32,7 +32,8 @@ from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capab
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.lower.file_names import without_file_names
 from llama_export.lower.small_loops import small_loops_serial
-from llama_export.model.llama import INV_FREQ, Formulation
+from llama_export.model.formulation import Formulation
+from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
 

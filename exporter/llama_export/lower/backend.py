@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import CAPABILITY, FORMATS, Format, Numerics, Target
-from llama_export.model.llama import Formulation
+from llama_export.model.formulation import Formulation
 from llama_export.pack import Extent
 from llama_export.trace import Job
 

@@ -23,7 +23,7 @@ from llama_artifacts.dtypes import from_name
 from llama_artifacts.manifest import Target
 from llama_artifacts.signature import Signature
 from llama_export.lower.backend import Lowered, Place
-from llama_export.model.llama import Formulation
+from llama_export.model.formulation import Formulation
 from llama_export.trace import Job, trace, without_stack_traces
 
 OPSET = 20

@@ -10,7 +10,7 @@ import torch
 from llama_artifacts.manifest import Target
 from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import Lowered, Place, needed_capability
-from llama_export.model.llama import Formulation
+from llama_export.model.formulation import Formulation
 from llama_export.trace import Job, as_kind, trace
 from llama_runtime.machine import minor
 

@@ -10,17 +10,14 @@ Shape letters: M rows, H in, V out; `...` the axes of a call's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from llama_artifacts.manifest import Numerics
+from llama_export.model.formulation import Formulation
 from llama_export.model.stored import stored
-
-if TYPE_CHECKING:
-    from llama_export.model.llama import Formulation
 
 LARGEST = 448.0
 """Of E4M3."""

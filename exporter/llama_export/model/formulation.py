@@ -1,0 +1,41 @@
+"""How the same network is written for different programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_artifacts.manifest import Numerics
+from llama_export.model.stored import stored
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """How the same mathematics is written for one kind of program.
+
+    Attributes:
+        dtype: the compute dtype; weights of another dtype are cast where they are used.
+        reads_positions: positions are read back as numbers, so that work follows the positions
+            in use; not for CUDA graphs, where attention covers the whole state under a mask.
+        max_fused_rows: a product of up to so many rows is written as multiply and reduce, which
+            a compiler fuses into one pass over the stored weight; 0 also for attention.
+        numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
+        has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
+    """
+
+    dtype: torch.dtype
+    reads_positions: bool
+    max_fused_rows: int = 0
+    numerics: Numerics = "exact"
+    has_fp8_units: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a compiler that fuses will see the graph."""
+        return self.max_fused_rows > 0
+
+    def kept(self, x: Tensor) -> Tensor:
+        """The same values, computed once also where a compiler fuses (see `stored`)."""
+        return stored(x) if self.is_fused else x
