@@ -4,7 +4,7 @@ VENV   ?= .venv
 DEMO   ?= .demo
 BIN    := $(VENV)/bin
 BUNDLE := $(DEMO)/smollm2-135m-instruct
-CPP    := $(shell find runtime/cpp -name "*.cpp" -o -name "*.h" -o -name "*.c")
+CPP    := $(shell find runtime/cpp exporter -name "*.cpp" -o -name "*.h" -o -name "*.c")
 
 # One thread a worker: two workers fill two cores, and waiting threads would slow the other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

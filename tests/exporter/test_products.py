@@ -1,4 +1,4 @@
-"""Products of few rows with several weights: the operator, and its kernel in native code."""
+"""Products of some rows with several weights: the operator, and its kernel in native code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from llama_export.lower import aoti
 from llama_export.model.products import products
 from llama_runtime.machine import cpu_flags
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+)
+"""Of x and of the weights."""
 WIDTHS = (1, 15, 64, 100)  # less than a vector, whole vectors, and vectors with a rest
-NUM_ROWS = (1, 3)
-SIZES = (5, 1, 18)
+NUM_ROWS = (1, 3, 4, 29)  # dot products, and tiles of several sizes
+SIZES = (37, 1, 64)
 """Rows of the weights that one call multiplies."""
 
 
@@ -27,37 +33,44 @@ def draw(*size: int, seed: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
+def given(x: Tensor, y: Tensor, num_rows: int | None) -> Tensor:
+    return y if num_rows is None else x[:num_rows]
+
+
 class Calls(nn.Module):
-    """One call for each dtype, width and number of rows, and the first once more."""
+    """One call for each pair of dtypes, width and number of rows, and the first once more.
+
+    Each number of rows is one that is fixed, of x, or open, of y.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.cases = list(itertools.product(DTYPES, WIDTHS, NUM_ROWS))
+        self.cases = list(itertools.product(DTYPES, WIDTHS, (*NUM_ROWS, None)))
         self.cases.append(self.cases[0])
         self.weights = nn.ParameterList(
             nn.Parameter(draw(size, width, seed=i).to(dtype), requires_grad=False)
-            for i, (dtype, width, _) in enumerate(self.cases)
+            for i, ((_, dtype), width, _) in enumerate(self.cases)
             for size in SIZES
         )
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
         parts = [list(self.weights)[i : i + 3] for i in range(0, len(self.weights), 3)]
         return [
-            products(x[:num_rows, :width].contiguous(), weights, [])
-            for (_, width, num_rows), weights in zip(self.cases, parts, strict=True)
+            products(given(x, y, num_rows)[:, :width].to(dtype).contiguous(), weights, [])
+            for ((dtype, _), width, num_rows), weights in zip(self.cases, parts, strict=True)
         ]
 
-    def exact(self, x: Tensor) -> list[Tensor]:
+    def exact(self, x: Tensor, y: Tensor) -> list[Tensor]:
         whole = [torch.cat(list(self.weights)[i : i + 3]) for i in range(0, len(self.weights), 3)]
         return [
-            x[:num_rows, :width].double() @ weight.double().T
-            for (_, width, num_rows), weight in zip(self.cases, whole, strict=True)
+            given(x, y, num_rows)[:, :width].to(dtype).double() @ weight.double().T
+            for ((dtype, _), width, num_rows), weight in zip(self.cases, whole, strict=True)
         ]
 
 
 def test_the_operator_is_products_side_by_side() -> None:
-    calls, x = Calls(), draw(3, 100, seed=99)
-    for actual, expected in zip(calls(x), calls.exact(x), strict=True):
+    calls, x, y = Calls(), draw(NUM_ROWS[-1], 100, seed=99), draw(2, 100, seed=98)
+    for actual, expected in zip(calls(x, y), calls.exact(x, y), strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -72,25 +85,31 @@ def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
     if not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
         pytest.skip(f"this CPU has no {isa}")
     options, _ = aoti._options("cpu", isa)
-    calls, x = Calls(), draw(3, 100, seed=99)
+    calls, x = Calls(), draw(NUM_ROWS[-1], 100, seed=99)
     archive = io.BytesIO()
+    dims = (None, {0: torch.export.Dim("rows", min=1, max=64)})
     with aoti.compiler(options):
-        aoti_compile_and_package(torch.export.export(calls, (x,)), package_path=archive)
+        exported = torch.export.export(calls, (x, draw(5, 100, seed=98)), dynamic_shapes=dims)
+        aoti_compile_and_package(exported, package_path=archive)
     path = tmp_path / "calls.pt2"
     path.write_bytes(archive.getvalue())
     run = aoti_load_package(str(path))
     run.load_constants(dict(calls.named_parameters()), check_full_update=True, user_managed=True)
-    results = []
-    for num_threads in (1, 2, 7):
-        torch.set_num_threads(num_threads)
-        results.append(run(x))
-    torch.set_num_threads(1)
-    for actual, expected in zip(results[0], calls.exact(x), strict=True):
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-    for one, other, another in zip(*results, strict=True):  # however many threads share the rows
-        assert torch.equal(one, other)
-        assert torch.equal(one, another)
+    for num_rows in (1, 2, 3, 4, 34, 64):
+        y, results = draw(num_rows, 100, seed=num_rows), []
+        for num_threads in (1, 2, 7):
+            torch.set_num_threads(num_threads)
+            results.append(run(x, y))
+        torch.set_num_threads(1)
+        for actual, expected in zip(results[0], calls.exact(x, y), strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+        for one, other, another in zip(
+            *results, strict=True
+        ):  # however many threads share the rows
+            assert torch.equal(one, other)
+            assert torch.equal(one, another)
+    # One function for one row, one for three, one for any number.
     with zipfile.ZipFile(path) as package:
         sources = [name for name in package.namelist() if name.endswith(".kernel.cpp")]
         code = "".join(package.read(name).decode() for name in sources)
-    assert code.count('extern "C" void llama_products') == len(calls.cases) - 1
+    assert code.count('extern "C" void llama_products') == len(DTYPES) * len(WIDTHS) * 3

@@ -24,9 +24,9 @@ from llama_export.footprint.call import Call, open_signature
 from llama_export.footprint.fused import Schedule, schedule
 from llama_export.footprint.liveness import ProgramGraph
 from llama_export.footprint.network import Network
-from llama_export.lower.aoti import MAX_FUSED_ROWS
 from llama_export.lower.backend import Place, backend
 from llama_export.model.formulation import Formulation
+from llama_export.model.fp8 import MAX_FUSED_ROWS
 from llama_export.trace import Job, torch_dtype, trace
 from llama_runtime.programs.pt2_archive import read_archive
 

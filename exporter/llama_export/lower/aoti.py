@@ -37,8 +37,8 @@ from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
 
-# Up to so many rows, multiply and reduce beats a library product over the stored weight.
-MAX_FUSED_ROWS = 3
+# Up to so many rows, reading the stored weight decides, and a kernel of ours beats a library product.
+MAX_FUSED_ROWS = 64
 
 # Of the environment of a compiler, what changes no code.
 _NO_MATTER = ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")

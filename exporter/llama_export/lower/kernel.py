@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 
 Call = Sequence[tuple[str, str]]
 """Types and names of a function's parameters."""
+
+
+def headers(*names: str) -> str:
+    """The text of headers in `kernels`, which need nothing but each other and Inductor's own."""
+    folder = files("llama_export.lower") / "kernels"
+    return "".join((folder / f"{name}.h").read_text(encoding="utf-8") for name in names)
 
 
 class Kernel(ir.ExternKernelOut):

@@ -1,8 +1,8 @@
-"""The kernel of `llama_export::products` in native code.
+"""The kernels of `llama_export::products` in native code, `kernels/products.h` and `integers.h`.
 
 Inductor puts a multiply and reduce into functions that hold a whole network, and reads the weights
-that share an input side by side. This kernel reads them one after the other, at the speed of the
-memory; its source depends on shapes and dtypes alone, so that all layers share one function.
+that share an input side by side. These kernels read them one after the other, at the speed of the
+memory; their source depends on shapes and dtypes alone, so that all layers share one function.
 """
 
 from __future__ import annotations
@@ -10,112 +10,117 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
 import llama_export.model.products  # noqa: F401  # the operator
-from llama_export.lower.integers import CodedProducts
-from llama_export.lower.kernel import Call, Kernel
+from llama_export.lower.kernel import Call, Kernel, headers
 
-_HELPERS = r"""
-#ifndef LLAMA_EXPORT_PRODUCTS
-#define LLAMA_EXPORT_PRODUCTS
-namespace llama_export {
+_FEW = 3
+"""Rows of x that are multiplied as dot products; `few` in the kernel."""
+_COLUMNS = 32
+"""Rows of a weight that a thread takes at once; `columns` in the kernel."""
 
-// y[m * total] = a row of a weight [width] times row m of x [Num, width]. Rows are read one after the
-// other: two at a time are two streams, which the memory serves at half the speed.
-template <typename W, int Num>
-inline void dot(const float* x, const W* w, int64_t width, float* y, int64_t total) {
-  using Float = at::vec::Vectorized<float>;
-  constexpr int64_t step = at::vec::Vectorized<W>::size();
-  constexpr int parts = step / Float::size();
-  constexpr int chains = Num == 1 ? 2 : 1;
-  Float sums[Num][chains][parts];
-  // Unrolled, since sums that stay an array stay in memory.
-  #pragma GCC unroll 8
-  for (int m = 0; m < Num; ++m)
-    #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c)
-      #pragma GCC unroll 8
-      for (int p = 0; p < parts; ++p) sums[m][c][p] = Float(0.0f);
-  int64_t k = 0;
-  for (; k + chains * step <= width; k += chains * step) {
-    #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c) {
-      const int64_t at = k + c * step;
-      const at::vec::VectorizedN<float, parts> weights = at::vec::convert<float, parts, W, 1>(
-          at::vec::VectorizedN<W, 1>(at::vec::Vectorized<W>::loadu(w + at)));
-      #pragma GCC unroll 8
-      for (int m = 0; m < Num; ++m)
-        #pragma GCC unroll 8
-        for (int p = 0; p < parts; ++p)
-          sums[m][c][p] = at::vec::fmadd(
-              weights[p], Float::loadu(x + m * width + at + p * Float::size()), sums[m][c][p]);
-    }
-  }
-  #pragma GCC unroll 8
-  for (int m = 0; m < Num; ++m) {
-    Float sum(0.0f);
-    #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c)
-      #pragma GCC unroll 8
-      for (int p = 0; p < parts; ++p) sum = sum + sums[m][c][p];
-    float rest = 0.0f;
-    for (int64_t i = k; i < width; ++i) rest += x[m * width + i] * static_cast<float>(w[i]);
-    y[m * total] = rest + at::vec::vec_reduce_all<float>(
-        [](Float& a, Float& b) { return a + b; }, sum);
-  }
-}
-
-// The rows of one weight that lie in [first, last) of all rows; `offset` is where this weight begins.
-template <typename W, int Num>
-inline void rows_of(const float* x, const W* w, int64_t num_rows, int64_t width, int64_t offset,
-                    int64_t first, int64_t last, float* y, int64_t total) {
-  const int64_t end = std::min(last - offset, num_rows);
-  for (int64_t v = std::max(first - offset, int64_t(0)); v < end; ++v)
-    dot<W, Num>(x, w + v * width, width, y + offset + v, total);
-}
-
-}  // namespace llama_export
-#endif
+# Of a thread: calls that make the blocks of all weights in turn.
+_LOOP = """
+  const int64_t blocks = {num_blocks};
+  #pragma omp for schedule(dynamic, llama_export::chunk(blocks))
+  for (int64_t block = 0; block < blocks; ++block) {{
+    {calls}
+  }}
+"""
+_SHARED = """{{
+  const llama_export::Given<{dtype}> given(x, num, {width}, {has_pairs});
+  #pragma omp parallel
+  {{{loop}  }}
+}}
+"""
+_OWN = """{{
+  #pragma omp parallel
+  llama_export::with_rows<{kind}>(x, [&](const auto& rows) {{{loop}  }});
+}}
 """
 
 
 class Products(Kernel):
-    """Inputs are x [R, H] float32 and the weights [V, H]."""
+    """Inputs are x [R, H] and the weights [V, H]; the count is R."""
 
     def source(
         self, dtypes: Sequence[str], sizes: Sequence[Sequence[Any]]
     ) -> tuple[str, Call, str]:
-        (num, width), *weights = (tuple(map(int, size)) for size in sizes)
-        total = sum(size for size, _ in weights)
-        names = ["x", *(f"w{i}" for i in range(len(weights)))]
-        parameters = [(f"const {dtype}*", name) for dtype, name in zip(dtypes, names, strict=True)]
-        calls, offset = [], 0
-        for dtype, name, (size, _) in zip(dtypes[1:], names[1:], weights, strict=True):
-            calls.append(
-                f"llama_export::rows_of<{dtype}, {num}>"
-                f"(x, {name}, {size}, {width}, {offset}, first, last, y, {total});"
-            )
-            offset += size
-        lines = "\n    ".join(calls)
-        body = f"""{{
-  #pragma omp parallel
-  {{
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t first = {total}L * thread / threads, last = {total}L * (thread + 1) / threads;
-    {lines}
-  }}
-}}
-"""
-        return _HELPERS, [*parameters, ("float*", "y")], body
+        (num, width), *weights = sizes
+        rows = [int(size) for size, _ in weights]
+        calls = [f"rows_of<{_few(num)}>(given, w{i}, {size}" for i, size in enumerate(rows)]
+        has_bf16 = all(dtype == "at::BFloat16" for dtype in dtypes[1:])
+        body = _SHARED.format(
+            dtype=dtypes[0],
+            width=width,
+            has_pairs=f"num > {_FEW}" if has_bf16 else "false",
+            loop=_loop(rows, calls),
+        )
+        return headers("vectors", "products"), _parameters(dtypes, len(rows)), body
+
+
+class CodedProducts(Kernel):
+    """Inputs are x [R, H], the codes of each weight, then the scales [V, G] of each, bf16.
+
+    Weights of one call have codes of one dtype and groups of one size. For few rows codes become
+    floats in registers, a block of 32 at a time, and a group's sum is multiplied by its scale: sums
+    are float32 over exact products. Where x is bf16 and the CPU multiplies pairs of bf16, codes of
+    four bits are looked up as bf16, which holds them exactly. For more rows, weights are decoded.
+    """
+
+    def source(
+        self, dtypes: Sequence[str], sizes: Sequence[Sequence[Any]]
+    ) -> tuple[str, Call, str]:
+        (num, width), *rest = sizes
+        weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        rows, group, few = [int(size) for size, _ in weights], width // scales[0][1], _few(num)
+        name = f"coded_rows_of<{width}, {group}>(rows" if few else f"decoded_rows_of<{group}>(given"
+        loop = _loop(rows, [f"{name}, w{i}, s{i}, {size}" for i, size in enumerate(rows)])
+        if few:
+            kind = f"{dtypes[0]}, {dtypes[1]}, {few}, {width}, {group}"
+            body = _OWN.format(kind=kind, loop=loop)
+        else:
+            body = _SHARED.format(dtype=dtypes[0], width=width, has_pairs="true", loop=loop)
+        parameters = _parameters(dtypes, len(rows))
+        return headers("vectors", "products", "integers"), parameters, body
+
+
+def _few(num: Any) -> int:
+    """The number of rows where it is known and small, else 0."""
+    return int(num) if isinstance(num, int | sympy.Integer) and num <= _FEW else 0
+
+
+def _parameters(dtypes: Sequence[str], num_weights: int) -> list[tuple[str, str]]:
+    """Of a kernel of x, weights and perhaps a scale for each."""
+    names = ["x", *(f"w{i}" for i in range(num_weights)), *(f"s{i}" for i in range(num_weights))]
+    inputs = [
+        (f"const {dtype}*", name) for dtype, name in zip(dtypes, names[: len(dtypes)], strict=True)
+    ]
+    return [*inputs, ("int64_t", "num"), ("float*", "y")]
+
+
+def _loop(rows: Sequence[int], calls: Sequence[str]) -> str:
+    """The blocks of weights of so many rows; each call lacks its last arguments."""
+    lines, num_blocks, offset, total = [], 0, 0, sum(rows)
+    for size, call in zip(rows, calls, strict=True):
+        end = num_blocks + -(-size // _COLUMNS)
+        lines.append(
+            f"if (block < {end}) "
+            f"llama_export::{call}, block - {num_blocks}, y + {offset}, {total});"
+        )
+        num_blocks, offset = end, offset + size
+    return _LOOP.format(num_blocks=num_blocks, calls="\n    else ".join(lines))
 
 
 @register_lowering(torch.ops.llama_export.products.default, type_promotion_kind=None)
 def _lower(
     x: ir.TensorBox, weights: Sequence[ir.TensorBox], scales: Sequence[ir.TensorBox]
 ) -> ir.TensorBox:
-    size = [x.get_size()[0], sum(int(weight.get_size()[0]) for weight in weights)]
+    num = x.get_size()[0]
+    size = [num, sum(int(weight.get_size()[0]) for weight in weights)]
     kind = CodedProducts if scales else Products
-    return ir.TensorBox.create(kind([x, *weights, *scales], size))
+    return ir.TensorBox.create(kind([x, *weights, *scales], size, (num,)))

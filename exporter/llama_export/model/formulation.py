@@ -19,8 +19,8 @@ class Formulation:
         dtype: the compute dtype; weights of another dtype are cast where they are used.
         reads_positions: positions are read back as numbers, so that work follows the positions
             in use; not for CUDA graphs, where attention covers the whole state under a mask.
-        max_fused_rows: a product of up to so many rows is written as multiply and reduce, which
-            a compiler fuses into one pass over the stored weight; 0 also for attention.
+        max_fused_rows: products of up to so many rows are one pass over the stored weights (see
+            `llama_export.model.products`); 0: no compiler that fuses will see the graph.
         numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
         has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
     """
@@ -33,7 +33,7 @@ class Formulation:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a compiler that fuses will see the graph."""
+        """Whether a compiler that fuses will see the graph: products, attention and norms."""
         return self.max_fused_rows > 0
 
     def kept(self, x: Tensor) -> Tensor:

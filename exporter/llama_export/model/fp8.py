@@ -9,6 +9,7 @@ Shape letters: M rows, H in, V out; `...` the axes of a call's tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,8 @@ from llama_export.model.stored import stored
 
 LARGEST = 448.0
 """Of E4M3."""
+MAX_FUSED_ROWS = 3
+"""Of x, of which a product is written as multiply and reduce where a compiler fuses that."""
 UNIT_MULTIPLE = 16
 """FP8 units take matrices whose sides are multiples of this."""
 
@@ -36,10 +39,10 @@ def linear(
     bias: Tensor | None,
     *,
     form: Formulation,
-    is_fused: bool,
 ) -> Tensor:
-    """A linear layer [..., H] -> [..., V] in x's dtype; `is_fused` as for other weights."""
-    if is_fused:
+    """A linear layer [..., H] -> [..., V] in x's dtype."""
+    num_rows = math.prod(x.shape[:-1])
+    if form.is_fused and isinstance(num_rows, int) and num_rows <= MAX_FUSED_ROWS:
         y = fused_product(x, codes_VH, scale_V1, form.numerics)
     elif form.numerics == "fast" and form.has_fp8_units and fits_units(codes_VH.shape):
         y = unit_product(x, codes_VH, scale_V1)

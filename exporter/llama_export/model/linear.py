@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from llama_export.checkpoint.layout import Codes
@@ -69,7 +70,7 @@ class Linear(nn.Module):
         if scale is not None and self.has_integers:
             return integers.linear(x, self.weight, scale, bias)
         if scale is not None:
-            return fp8.linear(x, self.weight, scale, bias, form=form, is_fused=_is_fused(x, form))
+            return fp8.linear(x, self.weight, scale, bias, form=form)
         return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -84,18 +85,14 @@ class Embedding(Linear):
         return integers.decode(found, F.embedding(tokens, self.weight_scale), self.form.dtype)
 
 
-def _is_fused(x: Tensor, form: Formulation) -> bool:
-    num_rows = math.prod(x.shape[:-1])
-    return isinstance(num_rows, int) and num_rows <= form.max_fused_rows
-
-
 def together(x: Tensor, *layers: Linear) -> list[Tensor]:
     """Linear layers of the same x [..., in], as one pass over their weights for few rows."""
     scales = [layer.weight_scale for layer in layers if layer.weight_scale is not None]
     has_kernel = not scales or all(layer.has_integers for layer in layers)
-    if not has_kernel or not _is_fused(x, layers[0].form):
+    is_small = statically_known_true(math.prod(x.shape[:-1]) <= layers[0].form.max_fused_rows)
+    if not has_kernel or not is_small:
         return [layer.apart(x) for layer in layers]
-    weights, rows = [layer.weight for layer in layers], x.flatten(0, -2)
-    y = products(rows if scales else rows.float(), weights, scales).unflatten(0, x.shape[:-1])
+    weights = [layer.weight for layer in layers]
+    y = products(x.flatten(0, -2), weights, scales).unflatten(0, x.shape[:-1])
     parts = y.split([weight.shape[0] for weight in weights], dim=-1)
     return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""Several products of few rows with stored weights at once: an operator of the graph of native code.
+"""Several products of not too many rows with stored weights at once: an operator of the graph of native code.
 
 Shape letters: R rows, H in, V out; `...` the axes of a call's tokens.
 """
@@ -15,10 +15,10 @@ from llama_export.model import integers
 
 @torch.library.custom_op("llama_export::products", mutates_args=())
 def products(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    """X [R, H] float32 times each weight [V, H], side by side, float32 [R, sum of V].
+    """X [R, H] times each weight [V, H], side by side, float32 [R, sum of V].
 
     Where there are scales [V, G], bf16, one for each weight, these are codes of small integers of
-    one kind (see `llama_export.model.integers`), and x may be of any dtype.
+    one kind (see `llama_export.model.integers`).
 
     The operator has a kernel of its own in native code (`llama_export.lower.products`); what it
     computes is this: a sum in float32 over the stored weight, or over the decoded one.

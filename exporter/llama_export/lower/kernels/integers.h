@@ -1,40 +1,22 @@
-"""The kernel of `llama_export::products` over codes of small integers, in native code.
-
-Codes become floats in registers, a block of 32 at a time, and a group's sum is multiplied by its
-scale: sums are float32 over exact products. Where x is bf16 and the CPU multiplies pairs of bf16,
-codes of four bits are looked up as bf16, which holds them exactly, and multiplied in pairs.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from llama_export.lower.kernel import Call, Kernel
-
-_HELPERS = r"""
 #ifndef LLAMA_EXPORT_INTEGERS
 #define LLAMA_EXPORT_INTEGERS
 namespace llama_export {
 
-using Float = at::vec::Vectorized<float>;
-constexpr int lanes = Float::size(), parts = 32 / lanes;
-
 // A block of 32 codes, in order.
 struct Block {
-  Float part[parts];
+  Float part[32 / lanes];
 };
 
 inline Block block_of(const int8_t* codes) {
   Block block;
-  #pragma GCC unroll 8
+#pragma GCC unroll 8
   for (int p = 0; p < parts; ++p) {
 #if defined(CPU_CAPABILITY_AVX512)
-    block.part[p] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + p * lanes))));
+    block.part[p] = _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + p * lanes))));
 #elif defined(CPU_CAPABILITY_AVX2)
-    block.part[p] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + p * lanes))));
+    block.part[p] = _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + p * lanes))));
 #else
     float values[lanes];
     for (int i = 0; i < lanes; ++i) values[i] = codes[p * lanes + i];
@@ -49,15 +31,16 @@ inline Block block_of(const uint8_t* codes) {
   Block block;
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m512i both =
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
   block.part[0] = _mm512_permutexvar_ps(both, values);  // takes the low four bits of each index
   block.part[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), values);
 #elif defined(CPU_CAPABILITY_AVX2)
   const __m256i offset = _mm256_set1_epi32(8), low = _mm256_set1_epi32(15);
-  #pragma GCC unroll 8
+#pragma GCC unroll 8
   for (int p = 0; p < 2; ++p) {
-    const __m256i both = _mm256_cvtepu8_epi32(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + p * lanes)));
+    const __m256i both =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + p * lanes)));
     block.part[p] = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(both, low), offset));
     block.part[p + 2] = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(both, 4), offset));
   }
@@ -75,16 +58,12 @@ inline Block block_of(const uint8_t* codes) {
 template <typename W>
 constexpr int per_byte = std::is_same_v<W, uint8_t> ? 2 : 1;
 
-inline float total_of(const Float& sums) {
-  return at::vec::vec_reduce_all<float>([](Float& a, Float& b) { return a + b; }, sums);
-}
-
 // y[m * total] = a row of codes times row m of x [Num, Width]. `Group` codes share a scale.
 template <typename X, typename W, int Num, int Width, int Group>
-struct Rows {
+struct CodedFloats {
   alignas(64) float x[Num * Width];
 
-  explicit Rows(const X* from) {
+  explicit CodedFloats(const X* from) {
     for (int i = 0; i < Num * Width; ++i) x[i] = static_cast<float>(from[i]);
   }
 
@@ -92,49 +71,49 @@ struct Rows {
     constexpr int whole = Width / 32 * 32;
     constexpr int chains = Group > 128 ? parts : 1;  // a long sum in one register waits for itself
     Float sums[Num];
-    #pragma GCC unroll 8
+#pragma GCC unroll 8
     for (int m = 0; m < Num; ++m) sums[m] = Float(0.0f);
     for (int first = 0; first < whole; first += Group) {
       Float group[Num][chains];
-      #pragma GCC unroll 8
+#pragma GCC unroll 8
       for (int m = 0; m < Num; ++m)
-        #pragma GCC unroll 8
+#pragma GCC unroll 8
         for (int c = 0; c < chains; ++c) group[m][c] = Float(0.0f);
       constexpr int size = Group < whole ? Group : whole;
-      #pragma GCC unroll 4
+#pragma GCC unroll 4
       for (int k = first; k < first + size; k += 32) {
         const Block block = block_of(codes + k / per_byte<W>);
-        #pragma GCC unroll 8
+#pragma GCC unroll 8
         for (int m = 0; m < Num; ++m)
-          #pragma GCC unroll 8
+#pragma GCC unroll 8
           for (int p = 0; p < parts; ++p)
             group[m][p % chains] = at::vec::fmadd(
                 block.part[p], Float::loadu(x + m * Width + k + p * lanes), group[m][p % chains]);
       }
       const Float scale(static_cast<float>(scales[first / Group]));
-      #pragma GCC unroll 8
+#pragma GCC unroll 8
       for (int m = 0; m < Num; ++m)
-        #pragma GCC unroll 8
+#pragma GCC unroll 8
         for (int c = 0; c < chains; ++c) sums[m] = at::vec::fmadd(scale, group[m][c], sums[m]);
     }
-    #pragma GCC unroll 8
+#pragma GCC unroll 8
     for (int m = 0; m < Num; ++m) {
       float rest = 0.0f;  // only where a whole row is a group of eight-bit codes
       for (int k = whole; k < Width; ++k) rest += x[m * Width + k] * static_cast<float>(codes[k]);
-      y[m * total] = total_of(sums[m]) + rest * static_cast<float>(scales[0]);
+      y[m * total] = sum_of(sums[m]) + rest * static_cast<float>(scales[0]);
     }
   }
 };
 
 #if defined(CPU_CAPABILITY_AVX512)
-// The same for x in bf16 and codes of four bits, in pairs, on CPUs that multiply pairs of bf16: 64 at a
-// time, the low halves of two blocks, then their high halves.
+// The same for x in bf16 and codes of four bits, in pairs, on CPUs that multiply pairs of bf16: 64
+// at a time, the low halves of two blocks, then their high halves.
 template <int Num, int Width, int Group>
-struct Pairs {
+struct CodedPairs {
   static constexpr int padded = (Width + 63) / 64 * 64;
   alignas(64) at::BFloat16 x[Num * padded];
 
-  explicit Pairs(const at::BFloat16* from) {
+  explicit CodedPairs(const at::BFloat16* from) {
     for (int m = 0; m < Num; ++m)
       for (int k = 0; k < padded; ++k) {
         const int to = k / 64 * 64 + k % 32 / 16 * 32 + k % 64 / 32 * 16 + k % 16;
@@ -142,44 +121,44 @@ struct Pairs {
       }
   }
 
-  __attribute__((target("avx512bf16")))
-  void dot(const uint8_t* codes, const at::BFloat16* scales, float* y, int64_t total) const {
+  __attribute__((target("avx512bf16"))) void dot(const uint8_t* codes, const at::BFloat16* scales,
+                                                 float* y, int64_t total) const {
     // Takes the low five bits of each index, of which the fifth belongs to the other code.
     alignas(64) static const uint16_t values[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
     const __m512i table = _mm512_load_si512(values);
     __m512 sums[Num];
-    #pragma GCC unroll 8
+#pragma GCC unroll 8
     for (int m = 0; m < Num; ++m) sums[m] = _mm512_setzero_ps();
     constexpr int step = Group < 64 ? 64 : Group;
     for (int first = 0; first < Width; first += step) {
       __m512 low_sums[Num], high_sums[Num];
-      #pragma GCC unroll 8
+#pragma GCC unroll 8
       for (int m = 0; m < Num; ++m) low_sums[m] = high_sums[m] = _mm512_setzero_ps();
       constexpr int size = step < padded ? step : padded;
-      #pragma GCC unroll 2
+#pragma GCC unroll 2
       for (int k = first; k < first + size; k += 64) {
         const __m256i* from = reinterpret_cast<const __m256i*>(codes + k / 2);
         const __m512i both = _mm512_cvtepu8_epi16(
             k + 64 <= Width ? _mm256_loadu_si256(from) : _mm256_maskz_loadu_epi8(0xffff, from));
         const __m512bh low = (__m512bh)_mm512_permutexvar_epi16(both, table);
         const __m512bh high = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table);
-        #pragma GCC unroll 8
+#pragma GCC unroll 8
         for (int m = 0; m < Num; ++m) {
           const at::BFloat16* row = x + m * padded + k;
           low_sums[m] = _mm512_dpbf16_ps(low_sums[m], low, (__m512bh)_mm512_load_si512(row));
-          high_sums[m] = _mm512_dpbf16_ps(high_sums[m], high, (__m512bh)_mm512_load_si512(row + 32));
+          high_sums[m] =
+              _mm512_dpbf16_ps(high_sums[m], high, (__m512bh)_mm512_load_si512(row + 32));
         }
       }
       const __m512 scale = scale_at(scales, first);
-      #pragma GCC unroll 8
+#pragma GCC unroll 8
       for (int m = 0; m < Num; ++m)
         sums[m] = _mm512_fmadd_ps(scale, _mm512_add_ps(low_sums[m], high_sums[m]), sums[m]);
     }
-    #pragma GCC unroll 8
+#pragma GCC unroll 8
     for (int m = 0; m < Num; ++m) y[m * total] = _mm512_reduce_add_ps(sums[m]);
   }
 
@@ -196,15 +175,13 @@ struct Pairs {
 };
 #endif
 
-// The rows of one weight that lie in [first, last) of all rows; `offset` is where this weight begins.
+// The `block`-th `columns` rows of one weight, which are dot products.
 template <int Width, int Group, typename Rows, typename W>
 inline void coded_rows_of(const Rows& rows, const W* codes, const at::BFloat16* scales,
-                          int64_t num_rows, int64_t offset, int64_t first, int64_t last, float* y,
-                          int64_t total) {
-  constexpr int num_groups = Width / Group;
-  const int64_t end = std::min(last - offset, num_rows);
-  for (int64_t v = std::max(first - offset, int64_t(0)); v < end; ++v)
-    rows.dot(codes + v * (Width / per_byte<W>), scales + v * num_groups, y + offset + v, total);
+                          int64_t num_rows, int64_t block, float* y, int64_t total) {
+  const int64_t first = block * columns, end = std::min(first + columns, num_rows);
+  for (int64_t v = first; v < end; ++v)
+    rows.dot(codes + v * (Width / per_byte<W>), scales + v * (Width / Group), y + v, total);
 }
 
 // Calls `multiply` with x as it is needed.
@@ -212,51 +189,58 @@ template <typename X, typename W, int Num, int Width, int Group, typename Multip
 inline void with_rows(const X* x, const Multiply& multiply) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<X, at::BFloat16> && std::is_same_v<W, uint8_t>) {
-    static const bool has_pairs = __builtin_cpu_supports("avx512bf16");
-    if (has_pairs) return multiply(Pairs<Num, Width, Group>(x));
+    if (Pairs::is_there()) return multiply(CodedPairs<Num, Width, Group>(x));
   }
 #endif
-  multiply(Rows<X, W, Num, Width, Group>(x));
+  multiply(CodedFloats<X, W, Num, Width, Group>(x));
+}
+
+// The values of `here` rows, each rounded to T.
+template <typename T, int Group, typename W>
+inline const float* decoded(const W* codes, const at::BFloat16* scales, int64_t width,
+                            int64_t here) {
+  T* values = scratch<0, T>(columns * width);
+  const int64_t whole = width / 32 * 32;
+  for (int64_t i = 0; i < here; ++i, codes += width / per_byte<W>, scales += width / Group) {
+    T* row = values + i * width;
+    for (int64_t k = 0; k < whole; k += 32) {
+      const Block block = block_of(codes + k / per_byte<W>);
+      const Float scale(static_cast<float>(scales[k / Group]));
+      if constexpr (std::is_same_v<T, float>) {
+        for (int p = 0; p < parts; ++p) (block.part[p] * scale).store(row + k + p * lanes);
+      } else {
+        at::vec::convert_float_bfloat16(block.part[0] * scale, block.part[1] * scale)
+            .store(row + k);
+      }
+    }
+    for (int64_t k = whole; k < width; ++k)
+      row[k] = static_cast<float>(codes[k]) * static_cast<float>(scales[k / Group]);
+  }
+  return reinterpret_cast<const float*>(values);
+}
+
+// The `block`-th `columns` rows of one weight times any number of rows.
+template <int Group, typename X, typename W>
+inline void decoded_rows_of(const Given<X>& x, const W* codes, const at::BFloat16* scales,
+                            int64_t num_rows, int64_t block, float* y, int64_t total) {
+  const int64_t first = block * columns, here = std::min<int64_t>(columns, num_rows - first);
+  const int64_t width = x.width;
+  codes += first * (width / per_byte<W>);
+  scales += first * (width / Group);
+  y += first;
+  float* panel = scratch<1, float>(columns * width);
+  const char* next = reinterpret_cast<const char*>(codes + here * (width / per_byte<W>));
+#if defined(CPU_CAPABILITY_AVX512)
+  if (x.has_pairs) {
+    const float* words = decoded<at::BFloat16, Group>(codes, scales, width, here);
+    lay_out(words, width / 2, here, next, panel);
+    return multiply<Pairs>(x.pairs(), x.num, width / 2, panel, here, y, total);
+  }
+#endif
+  const float* words = decoded<float, Group>(codes, scales, width, here);
+  lay_out(words, width, here, next, panel);
+  multiply<Floats>(x.wide, x.num, width, panel, here, y, total);
 }
 
 }  // namespace llama_export
 #endif
-"""
-
-
-class CodedProducts(Kernel):
-    """Inputs are x [R, H], the codes of each weight, then the scales [V, G] of each, bf16.
-
-    Weights of one call have codes of one dtype and groups of one size.
-    """
-
-    def source(
-        self, dtypes: Sequence[str], sizes: Sequence[Sequence[Any]]
-    ) -> tuple[str, Call, str]:
-        (num, width), *rest = (tuple(map(int, size)) for size in sizes)
-        weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        total, group = sum(size for size, _ in weights), width // scales[0][1]
-        names = ["x", *(f"w{i}" for i in range(len(weights)))]
-        names += [f"s{i}" for i in range(len(weights))]
-        parameters = [(f"const {dtype}*", name) for dtype, name in zip(dtypes, names, strict=True)]
-        calls, offset = [], 0
-        for i, (size, _) in enumerate(weights):
-            calls.append(
-                f"llama_export::coded_rows_of<{width}, {group}>"
-                f"(rows, w{i}, s{i}, {size}, {offset}, first, last, y, {total});"
-            )
-            offset += size
-        lines = "\n      ".join(calls)
-        kind = f"{dtypes[0]}, {dtypes[1]}, {num}, {width}, {group}"
-        body = f"""{{
-  #pragma omp parallel
-  {{
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t first = {total}L * thread / threads, last = {total}L * (thread + 1) / threads;
-    llama_export::with_rows<{kind}>(x, [&](const auto& rows) {{
-      {lines}
-    }});
-  }}
-}}
-"""
-        return _HELPERS, [*parameters, ("float*", "y")], body
