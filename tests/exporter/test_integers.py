@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 from llama_artifacts.errors import ChoiceError
 from llama_artifacts.manifest import Quantized
 from llama_export.checkpoint.layout import Codes
 from llama_export.checkpoint.source import TensorInfo
-from llama_export.lower import aoti
 from llama_export.model import integers
 from llama_export.model.formulation import Formulation
 from llama_export.model.linear import Embedding, Linear
 from llama_export.model.products import products
 from llama_export.quantize import quantize, quantized_tensors
-from llama_runtime.machine import cpu_flags
+from tests.exporter.native import call_by_threads, compile_native, kernel_sources, load_native
 
 GROUPS = (32, 64, 128, None)
 KINDS = {"int8": "i8", "int4": "u8"}
@@ -275,28 +271,10 @@ def test_the_operator_is_whole(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["avx512", "avx2"])
 def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
-    if not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
-        pytest.skip(f"this CPU has no {isa}")
-    options, _ = aoti._options("cpu", isa)
     calls, x = Calls(), draw(3, 256, seed=99)
-    archive = io.BytesIO()
-    with aoti.compiler(options):
-        aoti_compile_and_package(torch.export.export(calls, (x,)), package_path=archive)
-    path = tmp_path / "calls.pt2"
-    path.write_bytes(archive.getvalue())
-    run = aoti_load_package(str(path))
-    run.load_constants(dict(calls.named_parameters()), check_full_update=True, user_managed=True)
-    results = []
-    for num_threads in (1, 2, 7):
-        torch.set_num_threads(num_threads)
-        results.append(run(x))
-    torch.set_num_threads(1)
-    for actual, wanted in zip(results[0], calls.exact(x), strict=True):
+    package = compile_native(calls, (x,), isa, tmp_path)
+    results = call_by_threads(load_native(package, calls), x)
+    for actual, wanted in zip(results, calls.exact(x), strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
-    for one, other, another in zip(*results, strict=True):  # however many threads share the rows
-        assert torch.equal(one, other)
-        assert torch.equal(one, another)
-    with zipfile.ZipFile(path) as package:
-        sources = [name for name in package.namelist() if name.endswith(".kernel.cpp")]
-        code = "".join(package.read(name).decode() for name in sources)
+    code = kernel_sources(package)
     assert code.count('extern "C" void llama_codedproducts') == len(calls.cases) - 1
