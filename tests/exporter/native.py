@@ -18,6 +18,9 @@ from llama_runtime.machine import X86_ISAS, cpu_flags
 
 Call = Callable[..., list[Tensor]]
 NUM_THREADS = (1, 2, 7)
+BEST, *OTHERS = sorted(X86_ISAS, key=lambda isa: not set(X86_ISAS[isa][2]) <= cpu_flags())
+"""The ISAs of native code: the best of this machine, and those that take as long again."""
+ISAS = [BEST, *(pytest.param(isa, marks=pytest.mark.long) for isa in OTHERS)]
 
 
 def compile_native(module: nn.Module, arguments: tuple[Any, ...], isa: str, folder: Path) -> Path:

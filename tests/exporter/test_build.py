@@ -58,6 +58,7 @@ def test_the_result_says_what_lies_in_the_folder(recipe: Recipe) -> None:
     assert manifest.toolchain["torch"].startswith("2.13")
 
 
+@pytest.mark.slow
 def test_without_weights_none_is_read_or_written(recipe: Recipe, tmp_path: Path) -> None:
     write_tiny(tmp_path / "m")
     data = (tmp_path / "m" / "model.safetensors").read_bytes()
@@ -78,6 +79,7 @@ def test_the_first_layers_alone(recipe: Recipe) -> None:
     assert not any("layers.1." in name for name in manifest.programs[0].constants)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_a_bfloat16_checkpoint_in_each_dtype(recipe: Recipe, tmp_path: Path, dtype: Any) -> None:
     write_tiny(tmp_path / "m", dtype=torch.bfloat16, torch_dtype="bfloat16")
@@ -95,6 +97,7 @@ def test_a_bfloat16_checkpoint_in_each_dtype(recipe: Recipe, tmp_path: Path, dty
         assert {spec.dtype for spec in program.signature.states} == {program.dtype}
 
 
+@pytest.mark.slow
 def test_mixed_dtypes_are_kept_and_run(recipe: Recipe, tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_config(), dtype=torch.bfloat16)
     mixed = {name: t.float() if t.ndim == 1 else t for name, t in tensors.items()}
@@ -137,6 +140,7 @@ def test_a_weight_that_float16_cannot_hold(recipe: Recipe, tmp_path: Path) -> No
     assert "`lm_head.weight` holds" in message
 
 
+@pytest.mark.slow
 def test_every_remark_is_told_once(recipe: Recipe, tmp_path: Path) -> None:
     write_tiny(tmp_path / "m", rms_norm_eps=ABSENT, rope_theta=ABSENT)
     record = Record()

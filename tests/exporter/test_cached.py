@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from llama_export.model.cached import attend_cached
-from tests.exporter.native import call_by_threads, compile_native, load_native
+from tests.exporter.native import ISAS, call_by_threads, compile_native, load_native
 
 NEVER_READ = float("nan")
 NUM_COLUMNS, NUM_PAGES = 5, 12
@@ -88,7 +88,7 @@ def test_the_operator_is_whole() -> None:
     torch.library.opcheck(torch.ops.llama_export.attend_cached.default, CASES[0].arguments())
 
 
-@pytest.fixture(scope="module", params=["avx512", "avx2"])
+@pytest.fixture(scope="module", params=ISAS)
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cached")
     return compile_native(Calls(), (all_arguments(),), request.param, folder)

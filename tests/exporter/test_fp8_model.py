@@ -23,7 +23,7 @@ from llama_export.model.formulation import Formulation
 from llama_export.model.linear import Linear
 from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, trace
-from tests.exporter.native import compile_native, kernel_sources, load_native
+from tests.exporter.native import BEST, OTHERS, compile_native, kernel_sources, load_native
 from tests.tiny import tiny_config
 from tests.tiny_fp8 import quantize
 
@@ -219,11 +219,23 @@ def num_unit_products(made: Job) -> tuple[int, dict[str, str]]:
     return calls.count(torch.ops.aten._scaled_mm.default), needed_capability(program)
 
 
-@pytest.mark.parametrize("entry", [spec.name for spec in registry.entries()])
+USUAL = ("forward", "prefill", "step_paged", "generate<Steps>", "loss_packed")
+"""One entry of each kind: whole sequences, rows, a pool, loops, training."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "entry",
+    [
+        spec.name if spec.name in USUAL else pytest.param(spec.name, marks=pytest.mark.long)
+        for spec in registry.entries()
+    ],
+)
 def test_fast_programs_for_cuda_call_the_units_in_every_fp8_layer(entry: str) -> None:
     assert num_unit_products(job(entry, UNITS)) == (14, {"compute capability": "8.9"})
 
 
+@pytest.mark.slow
 def test_widths_that_units_do_not_take_are_decoded() -> None:
     made = job("forward", UNITS, intermediate_size=136)
     assert num_unit_products(made) == (8, {"compute capability": "8.9"})
@@ -276,7 +288,8 @@ class Layers(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("isa", "num_rows"), [("avx512", 3), pytest.param("avx2", 1, marks=pytest.mark.long)]
+    ("isa", "num_rows"),
+    [(BEST, 3), *(pytest.param(isa, 1, marks=pytest.mark.long) for isa in OTHERS)],
 )
 def test_compiled_products(isa: str, num_rows: int, tmp_path: Path) -> None:
     model, x = Layers(), draw((num_rows, 5, 64), seed=1).bfloat16().float()

@@ -20,7 +20,7 @@ from llama_export.model.formulation import Formulation
 from llama_export.model.linear import Embedding, Linear
 from llama_export.model.products import products
 from llama_export.quantize import quantize, quantized_tensors
-from tests.exporter.native import call_by_threads, compile_native, kernel_sources, load_native
+from tests.exporter.native import ISAS, call_by_threads, compile_native, kernel_sources, load_native
 
 GROUPS = (32, 64, 128, None)
 KINDS = {"int8": "i8", "int4": "u8"}
@@ -269,7 +269,7 @@ def test_the_operator_is_whole(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
     calls, x = Calls(), draw(3, 256, seed=99)
     package = compile_native(calls, (x,), isa, tmp_path)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_export.model.products import products
-from tests.exporter.native import call_by_threads, compile_native, kernel_sources, load_native
+from tests.exporter.native import ISAS, call_by_threads, compile_native, kernel_sources, load_native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 15, 64, 100)  # less than a vector, whole vectors, and vectors with a rest
@@ -63,7 +63,7 @@ def test_the_operator_is_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
     calls, x = Calls(), draw(3, 100, seed=99)
     package = compile_native(calls, (x,), isa, tmp_path)

@@ -208,6 +208,7 @@ def run_build(
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["weights", "program"])
 def test_a_real_limit_on_the_size_of_files(tmp_path: Path, what: str) -> None:
     sizes: dict[str, Any] = {
@@ -226,6 +227,7 @@ def test_a_real_limit_on_the_size_of_files(tmp_path: Path, what: str) -> None:
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.slow
 def test_a_tmpdir_that_cannot_be_written(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "m", has_tokenizer=False)
     (tmp_path / "file").write_text("")
