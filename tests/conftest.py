@@ -24,18 +24,28 @@ TINY_STEPS = 12
 
 
 DEAR = (
-    "runtime/test_dims.py",
-    "end_to_end/test_smollm2.py",
-    "cpp/test_run.py",
+    "runtime/test_packed.py",
     "runtime/test_entry.py",
+    "cpp/test_run.py",
+    "end_to_end/test_smollm2.py",
+    "runtime/test_dims.py",
 )
-"""Files that build what others wait for: begun first, while the other worker has enough to do."""
+"""Files that build what others wait for, begun first: two workers take turns down the list.
+
+The first builds the packed bundle while the second builds the other one, and neither waits.
+"""
+NATIVE = {"tiny_bundle", "tiny_packed_bundle"}
+"""Fixtures that compile native code, for minutes: what asks for one is `slow`."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with what is dear; deselects `gpu` tests without a device, and `long` ones unasked for."""
     places = {str(Path(__file__).parent / name): i for i, name in enumerate(DEAR)}
     items.sort(key=lambda item: places.get(str(item.path), len(DEAR)))
+    for item in items:
+        if NATIVE & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     if "long" not in config.option.markexpr:
         left_out.append("long")

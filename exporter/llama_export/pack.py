@@ -14,8 +14,7 @@ from llama_artifacts.digests import hashing
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, ChoiceError
 from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File, Quantized
-from llama_export.checkpoint.fp8 import E4M3
-from llama_export.checkpoint.layout import SCALE
+from llama_export.checkpoint.layout import E4M3, SCALE
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies

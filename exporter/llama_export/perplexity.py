@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -117,7 +117,19 @@ def perplexities(
         llama_runtime.load(folder, device=device, format=format, weights_dir=weights_dir)
         for folder in folders
     ]
-    largest = min(_largest_window(bundle) for bundle in bundles)
+    sizes = _sizes(window, stride, min(_largest_window(bundle) for bundle in bundles))
+    tokens = [_encoded(bundle, text) for bundle in bundles]
+    results: list[Perplexity] = []
+    for bundle, ids in zip(bundles, tokens, strict=True):
+        result = _scored(bundle, ids, sizes, len(text.encode()), reporter)
+        if results and torch.equal(ids, tokens[0]):
+            result = replace(result, change=result.perplexity / results[0].perplexity - 1)
+        results.append(result)
+    return tuple(results)
+
+
+def _sizes(window: int | None, stride: int | None, largest: int) -> tuple[int, int]:
+    """Window and stride, each in its range or at its default."""
     window = min(MAX_DEFAULT_WINDOW, largest) if window is None else window
     if not MIN_WINDOW <= window <= largest:
         raise InputError(
@@ -132,29 +144,32 @@ def perplexities(
             where="stride",
             hint="each token needs at least one before it in its window",
         )
-    tokens = [_encoded(bundle, text) for bundle in bundles]
-    results: list[Perplexity] = []
-    for bundle, ids in zip(bundles, tokens, strict=True):
-        is_same = bool(results) and torch.equal(ids, tokens[0])
-        entry = bundle.entry(ENTRY)
-        with reporter.step(f"score {bundle.folder.name} {entry.format}", len(ids) - 1) as advance:
-            nll = _total_nll(entry, ids, window, stride, advance) / (len(ids) - 1)
-        perplexity = math.exp(min(nll, MAX_NLL))
-        results.append(
-            Perplexity(
-                name=bundle.manifest.name,
-                format=entry.format,
-                dtype=entry.dtype,
-                window=window,
-                stride=stride,
-                num_tokens=len(ids) - 1,
-                nll=nll,
-                perplexity=perplexity,
-                bits_per_byte=nll * (len(ids) - 1) / math.log(2) / len(text.encode()),
-                change=perplexity / results[0].perplexity - 1 if is_same else None,
-            )
-        )
-    return tuple(results)
+    return window, stride
+
+
+def _scored(
+    bundle: LoadedBundle,
+    tokens: torch.Tensor,
+    sizes: tuple[int, int],
+    num_bytes: int,
+    reporter: Reporter,
+) -> Perplexity:
+    """What a bundle makes of int32 tokens [T] of so many bytes of text, compared with none."""
+    entry, num_scored, (window, stride) = bundle.entry(ENTRY), len(tokens) - 1, sizes
+    with reporter.step(f"score {bundle.folder.name} {entry.format}", num_scored) as advance:
+        nll = _total_nll(entry, tokens, window, stride, advance) / num_scored
+    return Perplexity(
+        name=bundle.manifest.name,
+        format=entry.format,
+        dtype=entry.dtype,
+        window=window,
+        stride=stride,
+        num_tokens=num_scored,
+        nll=nll,
+        perplexity=math.exp(min(nll, MAX_NLL)),
+        bits_per_byte=nll * num_scored / math.log(2) / num_bytes,
+        change=None,
+    )
 
 
 def _signature(bundle: LoadedBundle) -> Signature:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from llama_artifacts.manifest import FORMATS, Format, IntegerKind, Numerics, WeightsMode
-from llama_export.entries.registry import DEFAULT_ROWS
+from llama_export.entries.registry import DEFAULT_PAGE_SIZE, DEFAULT_ROWS
 
 DEFAULT_ENTRIES = ("prefill", "decode")
 DEFAULT_MAX_SEQ = 2048
@@ -56,7 +56,7 @@ class Recipe:
     formats: tuple[Format, ...] = FORMATS
     max_seq: int | None = None
     batch: int = 1
-    page_size: int = 16
+    page_size: int = DEFAULT_PAGE_SIZE
     rows: int = DEFAULT_ROWS
     pages: int | None = None
     steps: int | None = None

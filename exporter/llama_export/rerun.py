@@ -11,8 +11,7 @@ from llama_artifacts.errors import BuildError, CompatibilityError
 from llama_artifacts.manifest import FORMATS, Manifest, Program, Quantized, Source
 from llama_artifacts.strict_json import parse_object, shown
 from llama_artifacts.weights import stored_tensors
-from llama_export.checkpoint.fp8 import E4M3
-from llama_export.checkpoint.layout import EIGHT_BITS, PACKED, SCALE
+from llama_export.checkpoint.layout import E4M3, EIGHT_BITS, PACKED, SCALE
 from llama_export.entries import registry
 from llama_export.entries.variants import DEFAULTS, NONE
 

@@ -1,8 +1,10 @@
 """Several programs at a time, each made in a process of its own.
 
 A worker is this module run by the same interpreter. It is told the recipe and then numbers of
-drafts on its standard input, and answers with what it made, or with the error, on its standard
-output; both are pickles between two processes of one build.
+drafts on its standard input, and answers with what it made, or with the known failure, on its
+standard output. Both are pickles: the pipes are between two processes of one build, of one user and
+one program, and nothing from outside goes through them as it came. A failure that nobody expected
+ends the worker, with its traceback on stderr.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import BinaryIO
 
 from llama_artifacts.errors import BuildError, LlamaExportError
 from llama_export.blueprint import Blueprint, draw
@@ -120,24 +122,30 @@ class _Worker:
         self._process = process
 
     def make(self, index: int) -> Made:
-        answer = self.ask(index)
-        if isinstance(answer, BaseException):
+        """What the process makes of the draft of this number.
+
+        Raises:
+            LlamaExportError: as the process met it.
+            BuildError: the process ended.
+        """
+        answer = self._ask(index)
+        if isinstance(answer, LlamaExportError):
             raise answer
-        assert isinstance(answer, Made)
         return answer
 
-    def ask(self, question: Any) -> Any:
+    def _ask(self, index: int) -> Made | LlamaExportError:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            pickle.dump(question, self._process.stdin)
+            pickle.dump(index, self._process.stdin)
             self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
+            answer: Made | LlamaExportError = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as cause:
             raise BuildError(
                 f"a process that makes programs ended with status {self._process.wait()}",
                 hint="was it short of memory? build with -j 1",
             ) from cause
+        return answer
 
 
 @contextlib.contextmanager
@@ -169,19 +177,27 @@ def _work() -> None:
     if os.getppid() != parent:
         return
     maker = None
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
-            index = pickle.load(questions)
-            try:
-                if maker is None:
-                    blueprint = draw(recipe)
-                    cache = None if cache_dir is None else ProgramCache(cache_dir)
-                    maker = Maker(blueprint, folder, cache)
-                answer: Made | LlamaExportError = maker.make(blueprint.drafts[index])
-            except LlamaExportError as error:
-                answer = error
-            pickle.dump(answer, answers)
-            answers.flush()
+    for index in _numbers(questions):
+        try:
+            if maker is None:
+                blueprint = draw(recipe)
+                cache = None if cache_dir is None else ProgramCache(cache_dir)
+                maker = Maker(blueprint, folder, cache)
+            answer: Made | LlamaExportError = maker.make(blueprint.drafts[index])
+        except LlamaExportError as error:
+            answer = error
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _numbers(questions: BinaryIO) -> Iterator[int]:
+    """Numbers of drafts, until the build closes the pipe."""
+    while True:
+        try:
+            index: int = pickle.load(questions)
+        except EOFError:
+            return
+        yield index
 
 
 if __name__ == "__main__":

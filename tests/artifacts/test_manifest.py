@@ -1,112 +1,25 @@
+"""Manifests as they are written and read, whole."""
+
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
 import os
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llama_artifacts import manifest as manifests
-from llama_artifacts.dtypes import BY_NAME
-from llama_artifacts.errors import CompatibilityError, LlamaExportError, ManifestError
-from llama_artifacts.manifest import FILE_NAME, FORMATS, MAX_MANIFEST_BYTES, from_json, to_json
-from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec
-from tests.bundles import CONTENTS, describe, sample_manifest
-
-WHERE = "b/manifest.json"
-DELETED = object()
-DIM = "programs[0].signature.dims[0]"
-INPUT = "programs[0].signature.inputs[0]"
-
-
-def sample_value() -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(to_json(sample_manifest()))
-    return value
-
-
-def changed(path: str, new: object) -> bytes:
-    """The sample as JSON, with the value at a key path set or deleted."""
-    value = sample_value()
-    keys = [int(key) if key.isdigit() else key for key in path.replace("]", "").split("/")]
-    node: Any = value
-    for key in keys[:-1]:
-        node = node[key]
-    if new is DELETED:
-        del node[keys[-1]]
-    else:
-        node[keys[-1]] = new
-    return json.dumps(value).encode()
-
-
-def message(data: bytes) -> str:
-    with pytest.raises(ManifestError) as caught:
-        from_json(data, where=WHERE)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-text = st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=12)
-size = st.integers(1, 2**40)
-small = st.integers(1, 2**15)
-entry_names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}(<[1-9][0-9]{0,8}>)?", fullmatch=True)
-dtype = st.sampled_from(sorted(BY_NAME))
-
-
-@st.composite
-def signatures(draw: st.DrawFn) -> Signature:
-    dims = draw(st.lists(st.sampled_from("BSPM"), unique=True, max_size=3))
-    shapes = st.lists(small | st.sampled_from(dims) if dims else small, max_size=3).map(tuple)
-    names = draw(st.lists(text.filter(bool), unique=True, min_size=2, max_size=5))
-    bounds = st.none() | st.builds(Bounds, st.just(0), size, st.sampled_from([None, *dims]))
-    inputs = [TensorSpec(name, draw(dtype), draw(shapes), draw(bounds)) for name in names[1:]]
-    inputs[0] = dataclasses.replace(inputs[0], shape=(*dims, 3))
-    states = draw(
-        st.lists(st.builds(StateSpec, st.just(names[0]), dtype, st.tuples(size)), max_size=1)
-    )
-    outputs = (TensorSpec("out", draw(dtype), draw(shapes)),)
-    ranges = tuple(Dim(name, 1, draw(size)) for name in dims)
-    return Signature(tuple(inputs), tuple(states), outputs, ranges)
-
-
-programs = st.builds(
-    manifests.Program,
-    entry=entry_names,
-    format=st.sampled_from(FORMATS),
-    file=st.sampled_from(sorted(CONTENTS)),
-    dtype=dtype,
-    target=st.builds(
-        manifests.Target,
-        st.sampled_from(("cpu", "cuda")),
-        st.none() | text,
-        st.none() | text,
-        st.lists(text, max_size=2).map(tuple),
-        st.none() | text,
-    ),
-    signature=signatures(),
-    constants=st.lists(text, max_size=2).map(tuple),
-    requires=st.dictionaries(text, text, max_size=2),
-)
-finite = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53)
-checks = st.builds(manifests.Check, text, text, st.sampled_from(FORMATS), finite, finite)
-samples = st.builds(
-    sample_manifest,
-    name=text,
-    source=st.builds(manifests.Source, text, text, st.none() | text),
-    batch=size,
-    stop_tokens=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
-    toolchain=st.dictionaries(text, text, max_size=3),
-    programs=st.lists(programs, max_size=2).map(tuple),
-    checks=st.lists(checks, max_size=2).map(tuple),
-)
+from llama_artifacts.errors import CompatibilityError, ManifestError
+from llama_artifacts.manifest import FILE_NAME, MAX_MANIFEST_BYTES, from_json, to_json
+from llama_artifacts.signature import StateSpec
+from tests.artifacts.manifest_samples import WHERE, changed, message, nodes, sample_value, samples
+from tests.bundles import sample_manifest
 
 
 @given(samples)
@@ -169,141 +82,6 @@ def test_nothing_is_written_that_cannot_be_read(changes: dict[str, Any], expecte
 
 def test_entries_are_named_once() -> None:
     assert sample_manifest().entries() == ("prefill", "decode")
-
-
-@pytest.mark.parametrize(
-    ("path", "new", "expected"),
-    [
-        ("name", DELETED, "#name: missing key"),
-        ("schema", DELETED, "#schema: expected a version such as `1.0`, got null"),
-        ("model/rope", DELETED, "#model.rope: missing key"),
-        ("programs/0/signature/dims/0/max", DELETED, f"#{DIM}.max: missing key"),
-        ("files/decode.pt2/sha256", DELETED, "#files.decode.pt2.sha256: missing key"),
-        ("extra", 1, "#extra: unknown key"),
-        ("programs/1/extra", 1, "#programs[1].extra: unknown key"),
-        ("programs/0/signature/dims/0/step", 1, f"#{DIM}.step: unknown key"),
-        ("name", 1, "#name: expected a string, got an integer"),
-        ("source", "hub", "#source: expected an object, got a string"),
-        ("source/revision", 1, "#source.revision: expected a string, got an integer"),
-        ("model/vocab_size", 8.0, "#model.vocab_size: expected an integer, got a number"),
-        ("model/tie_word_embeddings", 0, "#model.tie_word_embeddings: expected a boolean, got an integer"),
-        (
-            "weights",
-            "linked",
-            "#weights: expected one of `copy`, `link`, `reference`, `none`, got `linked`",
-        ),
-        (
-            "weights",
-            None,
-            "#weights: expected one of `copy`, `link`, `reference`, `none`, got null",
-        ),
-        ("tokenizer", "bpe", "#tokenizer: expected one of `tokenizers`, got `bpe`"),
-        ("has_chat_template", None, "#has_chat_template: expected a boolean, got null"),
-        ("stop_tokens", 2, "#stop_tokens: expected a list, got an integer"),
-        ("stop_tokens/0", "2", "#stop_tokens[0]: expected an integer, got a string"),
-        ("stop_tokens/0", -1, "#stop_tokens[0]: expected at least 0, got -1"),
-        ("toolchain", [], "#toolchain: expected an object, got a list"),
-        ("toolchain/torch", 2.13, "#toolchain.torch: expected a string, got a number"),
-        ("programs", {}, "#programs: expected a list, got an object"),
-        ("programs/0", None, "#programs[0]: expected an object, got null"),
-        ("programs/0/format", "pte", "#programs[0].format: expected one of `pt2`, `aoti`, `onnx`, got `pte`"),
-        ("programs/0/dtype", "f33", "#programs[0].dtype: unknown dtype `f33`"),
-        ("programs/0/target/device", "tpu", "#programs[0].target.device: expected one of `cpu`, `cuda`, got `tpu`"),
-        ("programs/0/target/cpu_flags", "avx2", "#programs[0].target.cpu_flags: expected a list, got a string"),
-        ("programs/0/constants/1", 7, "#programs[0].constants[1]: expected a string, got an integer"),
-        ("programs/0/requires/torch", None, "#programs[0].requires.torch: expected a string, got null"),
-        ("checks/0/figure", True, "#checks[0].figure: expected a number, got a boolean"),
-        ("checks/0/figure", float("nan"), "#checks[0].figure: expected a finite number, got `nan`"),
-        ("checks/0/limit", float("inf"), "#checks[0].limit: expected a finite number, got `inf`"),
-        ("checks/0/limit", 10**400, "#checks[0].limit: expected an integer of 64 bits"),
-        ("dtype", "f33", "#dtype: unknown dtype `f33`"),
-        ("batch", True, "#batch: expected an integer, got a boolean"),
-        ("batch", 0, "#batch: expected at least 1, got 0"),
-        ("max_seq", -1, "#max_seq: expected at least 1, got -1"),
-        ("max_seq", 2**64, "#max_seq: expected an integer of 64 bits"),
-        ("max_seq", float("nan"), "#max_seq: expected a finite number, got `nan`"),
-        ("model/num_heads", -2, "#model.num_heads: expected at least 1, got -2"),
-        ("files/decode.pt2/bytes", -1, "#files.decode.pt2.bytes: expected at least 0, got -1"),
-        ("files/decode.pt2/bytes", True, "#files.decode.pt2.bytes: expected an integer, got a boolean"),
-        ("files/decode.pt2/sha256", "AB", "#files.decode.pt2.sha256: expected 64 hexadecimal digits, got `AB`"),
-        ("files/decode.pt2/sha256", "0" * 64 + "\n", "#files.decode.pt2.sha256: expected text without control characters, got `" + "0" * 64 + r"\n`"),
-        ("programs/0/signature/dims/0/min", 99, f"#{DIM}: expected min <= max for `S`, got 99, 15"),
-        ("programs/0/signature/dims/0/name", "S-1", f"#{DIM}.name: expected an identifier, got `S-1`"),
-        ("programs/0/signature/dims", [], "#programs[0].signature: `tokens` has the undeclared dimension `S`"),
-        ("programs/0/signature/inputs/1/values/span", "Q", "#programs[0].signature: `pos` has the undeclared dimension `Q`"),
-        ("programs/0/signature/inputs/0/name", "pos", "#programs[0].signature: expected distinct input or state names, got `pos` twice"),
-        ("programs/0/signature/inputs/0/shape/0", 0, f"#{INPUT}.shape[0]: expected at least 1, got 0"),
-        ("programs/0/signature/inputs/0/shape/0", None, f"#{INPUT}.shape[0]: expected an integer or a string, got null"),
-        ("programs/0/signature/inputs/0/dtype", "x" * 2000, f"#{INPUT}.dtype: expected at most 1000 characters, got 2000"),
-        ("programs/0/signature/inputs/0/values/min", -2, f"#{INPUT}.values.min: expected at least -1, got -2"),
-        ("programs/0/signature/states/0/shape/0", "B", "#programs[0].signature: `cache.0.key` has the undeclared dimension `B`"),
-        ("programs/0/signature/outputs", [], "#programs[0].signature: expected at least one output"),
-        ("programs/0/file", "other.pt2", ": program file `other.pt2` is not listed in `files`"),
-        ("programs/0/file", "../decode.pt2", "#programs[0].file: expected a plain file name, got `../decode.pt2`"),
-        (
-            "files/weights.safetensors",
-            DELETED,
-            ": weights file `weights.safetensors` is not listed in `files`",
-        ),
-        ("weights", "none", ": weights `none` cannot have these weights files: `weights.safetensors`"),
-        ("weights", "reference", ": weights `reference` cannot have these weights files: `weights.safetensors`"),
-        ("weights_headers", {}, ": weights `copy` cannot have these weights files: none"),
-        (
-            "weights_headers/weights.safetensors",
-            "x",
-            "#weights_headers.weights.safetensors: expected 64 hexadecimal digits, got `x`",
-        ),
-        (
-            "referenced",
-            {"model.safetensors": {"bytes": 9, "sha256": "0" * 64}},
-            ": weights file `model.safetensors` is not listed in `weights_headers`",
-        ),
-        (
-            "referenced",
-            {"weights.safetensors": {"bytes": 9, "sha256": "0" * 64}},
-            ": `weights.safetensors` is in `files` and in `referenced`",
-        ),
-        (
-            "referenced",
-            {"../model.safetensors": {"bytes": 9, "sha256": "0" * 64}},
-            "#referenced.../model.safetensors: expected a plain file name, got `../model.safetensors`",
-        ),
-        ("files/tokenizer.json", DELETED, ": `tokenizer.json` is not listed in `files`"),
-        ("files/chat_template.jinja", DELETED, ": `chat_template.jinja` is not listed in `files`"),
-    ],
-)  # fmt: skip
-def test_a_malformed_field_is_named_with_its_key_path(
-    path: str, new: object, expected: str
-) -> None:
-    assert message(changed(path, new)) == WHERE + expected
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../x", "/abs", "a/b", "", ".", "..", ".hidden", "a\\b", "C:x", "é", "x" * 201],
-)
-def test_a_listed_file_lies_beside_the_manifest(name: str) -> None:
-    found = message(changed("files", files_with(name)))
-    assert found.startswith(f"{WHERE}#files.{name[:50]}")
-    assert f": expected a plain file name, got `{name[:50]}" in found
-
-
-@pytest.mark.parametrize("name", [FILE_NAME, "model.sig"])
-def test_what_is_made_after_the_list_is_not_in_it(name: str) -> None:
-    found = message(changed("files", files_with(name)))
-    assert found == f"{WHERE}: `{name}` is listed in `files`, which is made before it"
-
-
-@pytest.mark.parametrize("name", ["a\x00b", "a\nb", "a\x1b[2J", "\ud800"])
-def test_a_listed_file_has_a_printable_name(name: str) -> None:
-    shown = ascii(name)[1:-1]
-    expected = f"expected text without control characters, got `{shown}`"
-    assert message(changed("files", files_with(name))) == f"{WHERE}#files.{shown}: {expected}"
-
-
-def files_with(name: str) -> dict[str, Any]:
-    files: dict[str, Any] = sample_value()["files"]
-    return files | {name: dataclasses.asdict(describe(b""))}
 
 
 @pytest.mark.parametrize(
@@ -377,111 +155,6 @@ def test_a_newer_minor_version_is_held_to_what_is_known() -> None:
 )
 def test_what_is_no_json_object_is_refused(data: bytes, expected: str) -> None:
     assert message(data).startswith(f"{WHERE}: {expected}")
-
-
-@pytest.mark.parametrize("place", ["schema", "weights", "name", "unknown"])
-def test_nesting_at_the_limit_of_the_parser_is_no_traceback(place: str) -> None:
-    data = json.dumps(sample_value()).encode()
-    for depth in range(700, 1000, 7):
-        nested = f'{{"{place}": {"[" * depth}{"]" * depth}, '.encode()
-        text = nested + data[1:].replace(f'"{place}": '.encode(), b'"z": ', 1)
-        with pytest.raises(ManifestError):
-            from_json(text, where=WHERE)
-
-
-def nodes(value: Any) -> Iterator[Any]:
-    yield value
-    for child in value.values() if isinstance(value, dict) else value:
-        if isinstance(child, (dict, list)):
-            yield from nodes(child)
-
-
-def mutate(value: Any, dice: random.Random) -> None:
-    """Deletes, replaces, moves or duplicates one node in place."""
-    scraps: list[Any] = [
-        None,
-        True,
-        -1,
-        0,
-        2**63,
-        10**400,
-        0.5,
-        float("nan"),
-        "",
-        "S",
-        "\ud800",
-        [],
-        {},
-        [[]],
-    ]
-    node = dice.choice([node for node in nodes(value) if node])
-    key = dice.choice(list(node) if isinstance(node, dict) else range(len(node)))
-    kind = dice.randrange(4)
-    if kind == 0:
-        del node[key]
-    elif kind == 1:
-        node[key] = copy.deepcopy(dice.choice(scraps))
-    elif kind == 2:
-        node[key] = copy.deepcopy(dice.choice(list(nodes(value))))
-    elif isinstance(node, dict):
-        node[dice.choice(["", "x", "../x", "name", "max"])] = copy.deepcopy(node[key])
-    else:
-        node.append(copy.deepcopy(node[key]))
-
-
-def flip(data: bytes, dice: random.Random) -> bytes:
-    """Changes, cuts or repeats a few bytes."""
-    result = bytearray(data)
-    for _ in range(dice.randint(1, 3)):
-        place = dice.randrange(len(result))
-        kind = dice.randrange(4)
-        if kind == 0:
-            result[place] ^= 1 << dice.randrange(8)
-        elif kind == 1:
-            result[place] = dice.choice(b'{}[]",:0-.eNI\\\x00\xff')
-        elif kind == 2:
-            del result[place : place + dice.randint(1, 40)]
-        else:
-            result[place:place] = result[place : place + dice.randint(1, 40)]
-    return bytes(result)
-
-
-def attempt(data: bytes) -> bool:
-    """Whether the manifest is accepted; anything but a known error is a failure of the test."""
-    start = time.process_time()
-    try:
-        manifest = from_json(data, where=WHERE)
-    except LlamaExportError as error:
-        complaint = str(error)
-    else:
-        complaint = ""
-        assert from_json(to_json(manifest), where=WHERE) == manifest
-    assert time.process_time() - start < 0.5
-    assert complaint.isprintable()
-    assert len(complaint) < 1500
-    return not complaint
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_mutated_values_are_read_or_refused(seed: int) -> None:
-    dice = random.Random(seed)
-    base = sample_value()
-    base["programs"] = base["programs"][:1]
-    outcomes = []
-    for _ in range(250):
-        value = copy.deepcopy(base)
-        for _ in range(dice.randint(1, 2)):
-            mutate(value, dice)
-        outcomes.append(attempt(json.dumps(value).encode()))
-    assert 0 < sum(outcomes) < 125
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_mutated_bytes_are_read_or_refused(seed: int) -> None:
-    dice = random.Random(seed)
-    data = to_json(sample_manifest())
-    outcomes = [attempt(flip(data, dice)) for _ in range(250)]
-    assert 0 < sum(outcomes) < 125
 
 
 def test_a_folder_is_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from llama_artifacts.errors import LlamaExportError
 from llama_artifacts.manifest import Manifest, from_json, to_json
-from tests.artifacts.test_manifest import sample_value, samples
+from tests.artifacts.manifest_samples import sample_value, samples
 from tests.bundles import sample_manifest
 
 FOLDER = Path(__file__).parents[2] / "artifacts" / "schema"

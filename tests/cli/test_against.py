@@ -27,6 +27,7 @@ def install_verify(monkeypatch: pytest.MonkeyPatch, *checks: CheckResult) -> Non
     fakes.install(monkeypatch, "llama_export.verify", verify=verify, record=None)
 
 
+@pytest.mark.slow
 def test_against_transformers_adds_checks_and_samples(short_bundle: Path, tmp_path: Path) -> None:
     bundle = shutil.copytree(short_bundle, tmp_path / "b")
     words = ("verify", bundle, "--against", "transformers")

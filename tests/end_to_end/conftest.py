@@ -21,12 +21,17 @@ import llama_runtime
 from tests.cli.running import environment
 from tests.cpp.building import SOURCE, configure
 from tests.end_to_end.oracle import Oracle, load_oracle
+from tests.end_to_end.texts import TEXT
 from tests.models import FetchError, fetch_smollm2
 
 _LOG = logging.getLogger(__name__)
 
 DEMO = Path(__file__).parents[2] / ".demo"
 MAX_SEQ = 512
+NUM_TOKENS = 256
+"""Of the text that logits are compared over."""
+MAX_NEW = 64
+QUESTION = "Why is the sky blue?"
 KEEP_VARIABLE = "LLAMA_EXPORT_TEST_BUNDLES"
 """Names a folder where bundles are kept between runs; one that is there is not built again."""
 FORMATS_VARIABLE = "LLAMA_EXPORT_TEST_FORMATS"
@@ -189,3 +194,29 @@ def oracle_f32(smollm2_gguf: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def oracle_bf16(smollm2_gguf: Path) -> Oracle:
     return load_oracle(smollm2_gguf, torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def text_tokens(tokenizer: llama_runtime.Tokenizer) -> list[int]:
+    tokens = tokenizer.encode(TEXT)[:NUM_TOKENS]
+    assert len(tokens) == NUM_TOKENS
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def logits_f32(oracle_f32: Oracle, text_tokens: list[int]) -> torch.Tensor:
+    return oracle_f32.logits(text_tokens)
+
+
+@pytest.fixture(scope="session")
+def logits_bf16(oracle_bf16: Oracle, text_tokens: list[int]) -> torch.Tensor:
+    return oracle_bf16.logits(text_tokens)
+
+
+@pytest.fixture(scope="session")
+def greedy_tokens(
+    oracle_f32: Oracle, tokenizer: llama_runtime.Tokenizer
+) -> tuple[list[int], list[int]]:
+    """A chat prompt and the tokens that `transformers` continues it with."""
+    prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    return prompt, oracle_f32.greedy(prompt, max_new=MAX_NEW)

@@ -26,9 +26,10 @@ from llama_artifacts.safetensors import read_header
 from llama_export.model.linear import RMSNorm
 from llama_export.model.rope import rotations
 from tests.benchmarks.cpp import run
-from tests.end_to_end.conftest import BUNDLES, LONG_BUNDLES
+from tests.end_to_end import resident
+from tests.end_to_end.conftest import BUNDLES, LONG_BUNDLES, MAX_NEW, NUM_TOKENS, QUESTION
 from tests.end_to_end.oracle import NUM_PARAMETERS, Oracle, load_tokenizer
-from tests.end_to_end.texts import KNOWN_IDS, TEXT
+from tests.end_to_end.texts import KNOWN_IDS
 
 # The figures show with `--log-cli-level info`.
 _LOG = logging.getLogger(__name__)
@@ -37,9 +38,6 @@ pytestmark = pytest.mark.slow
 
 CLI = Callable[..., "subprocess.CompletedProcess[str]"]
 MIB = 2**20
-NUM_TOKENS = 256
-MAX_NEW = 64
-QUESTION = "Why is the sky blue?"
 
 
 F32 = [
@@ -47,32 +45,6 @@ F32 = [
     *(pytest.param(f"f32-{name}", name, marks=pytest.mark.long) for name in ("pt2", "aoti")),
 ]
 BF16 = [("bf16", "aoti"), pytest.param("bf16-pt2", "pt2", marks=pytest.mark.long)]
-
-
-@pytest.fixture(scope="module")
-def text_tokens(tokenizer: llama_runtime.Tokenizer) -> list[int]:
-    tokens = tokenizer.encode(TEXT)[:NUM_TOKENS]
-    assert len(tokens) == NUM_TOKENS
-    return tokens
-
-
-@pytest.fixture(scope="module")
-def logits_f32(oracle_f32: Oracle, text_tokens: list[int]) -> torch.Tensor:
-    return oracle_f32.logits(text_tokens)
-
-
-@pytest.fixture(scope="module")
-def logits_bf16(oracle_bf16: Oracle, text_tokens: list[int]) -> torch.Tensor:
-    return oracle_bf16.logits(text_tokens)
-
-
-@pytest.fixture(scope="module")
-def greedy_tokens(
-    oracle_f32: Oracle, tokenizer: llama_runtime.Tokenizer
-) -> tuple[list[int], list[int]]:
-    """A chat prompt and the tokens that `transformers` continues it with."""
-    prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    return prompt, oracle_f32.greedy(prompt, max_new=MAX_NEW)
 
 
 # The checkpoint: weights, norm and rotations on their own.
@@ -302,37 +274,13 @@ def test_onnx_initializers_lie_in_the_weights_file(smollm2_f32: Path, entry: str
         assert int(place["length"]) == tensor.end - tensor.start
 
 
-MEASURE = """
-import json, sys
-from pathlib import Path
-import torch, llama_runtime
-
-def resident():
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    names = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
-    bytes = {name: 1024 * int(fields[name].split()[0]) for name in names}
-    return sum(bytes[name] for name in names[:3]), bytes["VmHWM"]
-
-torch.ones(64, 64) @ torch.ones(64, 64)
-bundle = llama_runtime.load(sys.argv[1], format="aoti", threads=1)
-figures = [resident()]
-prefill = bundle.entry("prefill")
-states = prefill.new_states()
-prefill(states, tokens=[[1, 9690, 198]], pos=0)
-figures.append(resident())
-bundle.entry("decode")(states, tokens=[[33]], pos=3)
-figures.append(resident())
-print(json.dumps(figures))
-"""
-
-
 @pytest.mark.parametrize("name", ["bf16", pytest.param("f32-aoti", marks=pytest.mark.long)])
 def test_two_entries_hold_the_weights_once_in_memory(
     bundle_named: Callable[[str], Path],
     name: str,
 ) -> None:
     folder = bundle_named(name)
-    command = [sys.executable, "-c", MEASURE, str(folder)]
+    command = [sys.executable, resident.__file__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (before, _), (one, _), (two, most) = json.loads(done.stdout)
     weights_bytes = (folder / "weights.safetensors").stat().st_size

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch.nn.functional import scaled_dot_product_attention
 
-from llama_export.lower import aoti
 from llama_export.model.cached import attend_cached
-from llama_runtime.machine import cpu_flags
+from tests.exporter.native import ISAS, call_by_threads, compile_native, load_native
 
 NEVER_READ = float("nan")
 NUM_COLUMNS, NUM_PAGES = 5, 12
@@ -71,6 +68,10 @@ def judged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, *where: Tenso
     return torch.stack(results)
 
 
+def all_arguments() -> list[tuple[Tensor, ...]]:
+    return [case.arguments() for case in CASES]
+
+
 class Calls(nn.Module):
     def forward(self, all_arguments: list[tuple[Tensor, ...]]) -> list[Tensor]:
         return [attend_cached(*arguments) for arguments in all_arguments]
@@ -87,39 +88,23 @@ def test_the_operator_is_whole() -> None:
     torch.library.opcheck(torch.ops.llama_export.attend_cached.default, CASES[0].arguments())
 
 
-@pytest.fixture(scope="module", params=["avx512", "avx2"])
+@pytest.fixture(scope="module", params=ISAS)
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not set(aoti.X86_ISAS[request.param][2]) <= cpu_flags():
-        pytest.skip(f"this CPU has no {request.param}")
-    options, _ = aoti._options("cpu", request.param)
-    archive = io.BytesIO()
-    program = torch.export.export(Calls(), ([case.arguments() for case in CASES],))
-    with aoti.compiler(options):
-        aoti_compile_and_package(program, package_path=archive)
-    path = tmp_path_factory.mktemp("cached") / "calls.pt2"
-    path.write_bytes(archive.getvalue())
-    return path
+    folder = tmp_path_factory.mktemp("cached")
+    return compile_native(Calls(), (all_arguments(),), request.param, folder)
 
 
 @pytest.mark.slow
 def test_the_kernel_in_native_code(package: Path) -> None:
-    run = aoti_load_package(str(package))
-    results = []
-    for num_threads in (1, 2, 7):
-        torch.set_num_threads(num_threads)
-        results.append(run([case.arguments() for case in CASES]))
-    torch.set_num_threads(1)
-    for case, *runs in zip(CASES, *results, strict=True):
-        expected = judged(*case.arguments())
-        torch.testing.assert_close(runs[0].double(), expected, rtol=1e-5, atol=1e-5)
-        assert torch.equal(runs[0], runs[1])  # however many threads share the work
-        assert torch.equal(runs[0], runs[2])
+    calls = all_arguments()
+    for actual, arguments in zip(call_by_threads(load_native(package), calls), calls, strict=True):
+        torch.testing.assert_close(actual.double(), judged(*arguments), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_the_kernel_reads_nothing_that_a_token_does_not_see(package: Path) -> None:
-    run = aoti_load_package(str(package))
-    calls = [case.arguments() for case in CASES]
+    run = load_native(package)
+    calls = all_arguments()
     clean = run(calls)
     for _, keys, values, table, rows, positions in calls:
         seen = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
@@ -138,8 +123,8 @@ def test_the_kernel_reads_nothing_that_a_token_does_not_see(package: Path) -> No
     ("argument", "value"), [(3, NUM_PAGES), (3, -1), (4, 3), (5, NUM_COLUMNS * 16), (5, -1)]
 )
 def test_a_place_that_does_not_exist(package: Path, argument: int, value: int) -> None:
-    run = aoti_load_package(str(package))
-    calls = [case.arguments() for case in CASES]
+    run = load_native(package)
+    calls = all_arguments()
     calls[0][argument].view(-1)[1] = value
     with pytest.raises(RuntimeError):
         run(calls)

@@ -1,3 +1,5 @@
+"""Configs of Hugging Face: sizes, types, defaults, and keys that change the maths."""
+
 from __future__ import annotations
 
 import json
@@ -7,47 +9,9 @@ from typing import Any
 import pytest
 
 from llama_artifacts.errors import CheckpointError
-from llama_export.checkpoint.config import (
-    RopeConfig,
-    config_from_hf,
-    read_hf_config,
-    token_ids,
-)
-from llama_export.checkpoint.layout import (
-    check_layout,
-    expected_tensors,
-    first_layers,
-    parameter_count,
-)
-from llama_export.checkpoint.source import TensorInfo
-from tests.tiny import ABSENT, tiny_config, tiny_tensors
-
-WHERE = "model/config.json"
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LLAMA3_ROPE = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-
-
-def scaling(**changes: Any) -> dict[str, Any]:
-    return {key: value for key, value in {**LLAMA3, **changes}.items() if value is not ABSENT}
-
-
-def read(**overrides: Any) -> Any:
-    return read_hf_config(tiny_config(**overrides), where=WHERE)
-
-
-def refusal(**overrides: Any) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        read(**overrides)
-    assert str(caught.value).startswith(WHERE)
-    assert "\n" not in str(caught.value)
-    return caught.value
+from llama_export.checkpoint.config import RopeConfig, config_from_hf, read_hf_config, token_ids
+from tests.exporter.configs import WHERE, read, refusal
+from tests.tiny import ABSENT, tiny_config
 
 
 def test_sizes_are_taken_as_written() -> None:
@@ -57,146 +21,6 @@ def test_sizes_are_taken_as_written() -> None:
     assert (config.head_dim, config.max_position, config.rms_norm_eps) == (16, 256, 1e-5)
     assert config.rope == RopeConfig(10000.0)
     assert read().notes == ()
-
-
-# --- rope -----------------------------------------------------------------------------------------
-
-SAME_ROPE: dict[str, dict[str, Any]] = {
-    "rope_scaling with rope_type": {"rope_theta": 500000.0, "rope_scaling": scaling()},
-    "rope_scaling with type": {
-        "rope_theta": 500000.0,
-        "rope_scaling": scaling(rope_type=ABSENT, type="llama3"),
-    },
-    "both spellings of the type": {
-        "rope_theta": 500000.0,
-        "rope_scaling": scaling(type="llama3"),
-    },
-    "integers": {
-        "rope_theta": 500000,
-        "rope_scaling": scaling(factor=8, low_freq_factor=1, high_freq_factor=4),
-    },
-    "rope_parameters": {
-        "rope_theta": ABSENT,
-        "rope_scaling": ABSENT,
-        "rope_parameters": scaling(rope_theta=500000.0),
-    },
-    "theta beside rope_parameters": {
-        "rope_theta": 500000.0,
-        "rope_scaling": ABSENT,
-        "rope_parameters": scaling(),
-    },
-    "both generations, equal": {
-        "rope_theta": 500000.0,
-        "rope_scaling": scaling(rope_type=ABSENT, type="llama3"),
-        "rope_parameters": scaling(rope_theta=500000.0),
-    },
-    "neutral partial_rotary_factor": {
-        "rope_theta": 500000.0,
-        "rope_scaling": scaling(partial_rotary_factor=1.0),
-    },
-}
-
-
-@pytest.mark.parametrize("case", SAME_ROPE)
-def test_every_spelling_of_llama3_rope_reads_the_same(case: str) -> None:
-    hf = read(**SAME_ROPE[case])
-    assert hf.config.rope == LLAMA3_ROPE
-    assert hf.notes == ()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, ABSENT, {"rope_type": "default"}, {"type": "default"}, {"rope_theta": 10000.0}],
-    ids=["null", "absent", "default", "legacy default", "theta only"],
-)
-def test_unscaled_rope(value: object) -> None:
-    assert read(rope_scaling=value).config.rope == RopeConfig(10000.0)
-
-
-def test_linear_rope() -> None:
-    rope = read(rope_scaling={"type": "linear", "factor": 2}).config.rope
-    assert rope == RopeConfig(10000.0, "linear", 2.0)
-
-
-@pytest.mark.parametrize("kind", ["yarn", "longrope", "dynamic", "su", "lama3", "ntk", ""])
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_unknown_rope_type_is_refused(kind: str, key: str) -> None:
-    error = refusal(rope_scaling={key: kind, "factor": 4.0})
-    expected = f"rope_type '{kind}' is not supported (supported: default, linear, llama3)"
-    assert error.message == expected
-
-
-BAD_ROPE: dict[str, tuple[dict[str, Any], str, str]] = {
-    "factor below one": ({"rope_scaling": scaling(factor=0.5)}, "factor", "at least 1"),
-    "factor zero": ({"rope_scaling": scaling(factor=0)}, "factor", "got `0`"),
-    "factor negative": ({"rope_scaling": scaling(factor=-8.0)}, "factor", "got `-8.0`"),
-    "factor NaN": ({"rope_scaling": scaling(factor=math.nan)}, "factor", "got `nan`"),
-    "factor infinite": ({"rope_scaling": scaling(factor=math.inf)}, "factor", "got `inf`"),
-    "factor too long": ({"rope_scaling": scaling(factor=10**400)}, "factor", "positive number"),
-    "factor a string": ({"rope_scaling": scaling(factor="8")}, "factor", "(a string)"),
-    "factor a boolean": ({"rope_scaling": scaling(factor=True)}, "factor", "got `True`"),
-    "factor absent": ({"rope_scaling": scaling(factor=ABSENT)}, "factor", "(null)"),
-    "low absent": (
-        {"rope_scaling": scaling(low_freq_factor=ABSENT)},
-        "low_freq_factor",
-        "(null)",
-    ),
-    "low zero": ({"rope_scaling": scaling(low_freq_factor=0)}, "low_freq_factor", "got `0`"),
-    "high equals low": (
-        {"rope_scaling": scaling(high_freq_factor=1.0)},
-        "high_freq_factor",
-        "above low_freq_factor (1.0)",
-    ),
-    "original a float": (
-        {"rope_scaling": scaling(original_max_position_embeddings=8192.0)},
-        "original_max_position_embeddings",
-        "a positive integer",
-    ),
-    "type absent": ({"rope_scaling": scaling(rope_type=ABSENT)}, "rope_type", "(null)"),
-    "types differ": ({"rope_scaling": scaling(type="linear")}, "rope_type", "differ"),
-    "another type's key": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 0.5}},
-        "attention_factor",
-        "changes the maths",
-    ),
-    "factor under default": (
-        {"rope_scaling": {"type": "default", "factor": 8.0}},
-        "factor",
-        "changes the maths",
-    ),
-    "partial rotation": (
-        {"rope_scaling": scaling(partial_rotary_factor=0.5)},
-        "partial_rotary_factor",
-        "changes the maths",
-    ),
-    "not an object": ({"rope_scaling": "llama3"}, "rope_scaling", "an object"),
-    "one per layer type": (
-        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-        "rope_type",
-        "(null)",
-    ),
-    "thetas differ": (
-        {"rope_scaling": scaling(rope_theta=1000.0)},
-        "rope_theta",
-        "10000.0 and rope_scaling.rope_theta = 1000.0 differ",
-    ),
-    "generations differ": (
-        {"rope_scaling": scaling(), "rope_parameters": scaling(factor=4.0)},
-        "rope_parameters",
-        "differ",
-    ),
-    "theta zero": ({"rope_theta": 0}, "rope_theta", "got `0`"),
-    "theta NaN": ({"rope_theta": math.nan}, "rope_theta", "got `nan`"),
-    "theta a string": ({"rope_theta": "1e4"}, "rope_theta", "(a string)"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROPE)
-def test_bad_rope_is_refused_by_field(case: str) -> None:
-    overrides, field, message = BAD_ROPE[case]
-    error = refusal(**overrides)
-    assert (error.where or "").endswith(field)
-    assert message in error.message
 
 
 # --- keys that change the maths -------------------------------------------------------------------
@@ -487,87 +311,6 @@ def test_hostile_values_stay_short_and_on_one_line() -> None:
     error = refusal(hidden_act="x\n\x1b[2J" * 1000)
     assert len(str(error)) < 400
     assert "\x1b" not in str(error)
-
-
-# --- layout ---------------------------------------------------------------------------------------
-
-
-def infos(**overrides: Any) -> dict[str, TensorInfo]:
-    tensors = tiny_tensors(tiny_config(**overrides))
-    return {name: TensorInfo("f32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def layout_refusal(tensors: dict[str, TensorInfo], **overrides: Any) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        check_layout(read(**overrides).config, tensors, where="model")
-    assert str(caught.value).startswith("model")
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True},
-        {"mlp_bias": True},
-        {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
-        {"num_key_value_heads": ABSENT, "num_hidden_layers": 12},
-    ],
-    ids=str,
-)
-def test_layout_of_every_switch(overrides: dict[str, Any]) -> None:
-    config, tensors = read(**overrides).config, infos(**overrides)
-    check_layout(config, tensors, where="model")
-    assert set(expected_tensors(config)) == set(tensors)
-    assert parameter_count(config) == sum(math.prod(info.shape) for info in tensors.values())
-
-
-def test_biases_are_seven_a_layer() -> None:
-    names = expected_tensors(read(attention_bias=True, mlp_bias=True).config)
-    assert sum(name.endswith(".bias") for name in names) == 2 * 7
-
-
-def test_missing_tensor_is_named() -> None:
-    tensors = infos()
-    del tensors["model.layers.1.self_attn.v_proj.weight"]
-    error = layout_refusal(tensors)
-    assert error.message == "missing tensor: `model.layers.1.self_attn.v_proj.weight`"
-
-
-def test_unused_tensors_are_named_and_counted() -> None:
-    tensors = infos(attention_bias=True)
-    error = layout_refusal(tensors)
-    assert error.message.startswith("unused tensors: `model.layers.0.self_attn.q_proj.bias`, ")
-    assert error.message.endswith(" and 5 more")
-
-
-def test_wrong_shape_names_both() -> None:
-    name = "model.layers.0.self_attn.k_proj.weight"
-    error = layout_refusal(infos(), num_key_value_heads=ABSENT)
-    assert error.where == f"model#{name}"
-    assert error.message == "expected shape [64, 64], got [32, 64]"
-
-
-@pytest.mark.parametrize(("said", "stored"), [(3, 2), (1, 2), (10**9, 2)])
-def test_layer_counts_that_differ_are_refused(said: int, stored: int) -> None:
-    error = layout_refusal(infos(num_hidden_layers=stored), num_hidden_layers=said)
-    assert error.message == f"config says {said} layers, checkpoint has {stored}"
-
-
-def test_untied_head_must_be_stored() -> None:
-    error = layout_refusal(infos(tie_word_embeddings=True))
-    assert error.message == "lm_head.weight missing and tie_word_embeddings is false"
-
-
-def test_odd_layer_numbers_do_not_hide() -> None:
-    tensors = infos() | {"model.layers.01.mlp.up_proj.weight": TensorInfo("f32", (128, 64))}
-    assert "unused tensor: `model.layers.01." in layout_refusal(tensors).message
-
-
-def test_first_layers_keeps_what_is_outside_the_layers() -> None:
-    kept = first_layers(infos(), 1)
-    check_layout(config_from_hf(tiny_config(), where=WHERE, num_layers=1), kept, where="model")
 
 
 def test_config_survives_json() -> None:

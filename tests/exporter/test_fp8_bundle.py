@@ -14,8 +14,9 @@ from transformers import LlamaForCausalLM
 
 import llama_runtime
 from llama_artifacts.errors import ChoiceError, CompatibilityError
-from llama_artifacts.manifest import Numerics, Program, read
+from llama_artifacts.manifest import Program, read
 from llama_export.build import build
+from llama_export.cache import ProgramCache
 from llama_export.recipe import Recipe
 from llama_export.report import Reporter
 from llama_export.verify import verify
@@ -27,19 +28,20 @@ from tests.cli.running import invoke
 from tests.tiny import write_tiny
 from tests.tiny_fp8 import decoded, scheme, write_tiny_fp8
 
+pytestmark = pytest.mark.slow  # it builds bundles of its own
+
 NUM_TOKENS, MAX_SEQ = 200, 256
 BATCH = 2
-CASES: list[Any] = [
+CASES = [
     ("exact", "pt2", "forward"),
     ("exact", "pt2", "prefill"),
     ("exact", "pt2", "decode"),
     ("exact", "onnx", "forward"),
     ("exact", "onnx", "prefill"),
     ("exact", "onnx", "decode"),
-    *(
-        pytest.param(numerics, "aoti", entry, marks=pytest.mark.slow)
-        for numerics, entry in (("exact", "prefill"), ("exact", "decode"), ("fast", "decode"))
-    ),
+    ("exact", "aoti", "prefill"),
+    ("exact", "aoti", "decode"),
+    ("fast", "aoti", "decode"),
 ]
 
 
@@ -92,8 +94,19 @@ def native(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fast(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(checkpoint, tmp_path_factory, ("decode",), ("aoti",), "fast")
+def bare(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that was compiled without the weights."""
+    choices: dict[str, Any] = {"numerics": "fast", "weights": "none"}
+    return make(checkpoint, tmp_path_factory, ("decode",), ("aoti",), **choices)
+
+
+@pytest.fixture(scope="module")
+def fast(checkpoint: Path, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same program, over the weights."""
+    made = make(checkpoint, tmp_path_factory, ("decode",), ("aoti",), numerics="fast")
+    (first,), (second,) = (read(folder).programs for folder in (bare, made))
+    assert (made / second.file).read_bytes() == (bare / first.file).read_bytes()
+    return made
 
 
 def make(
@@ -101,13 +114,12 @@ def make(
     factory: pytest.TempPathFactory,
     entries: tuple[str, ...],
     formats: Any,
-    numerics: Numerics = "exact",
+    **choices: Any,
 ) -> Path:
     output = factory.mktemp("bundle") / "tiny"
     sizes: dict[str, Any] = {"max_seq": MAX_SEQ, "batch": BATCH}
-    return build(
-        Recipe(str(checkpoint), output, entries, formats, numerics=numerics, **sizes)
-    ).folder
+    recipe = Recipe(str(checkpoint), output, entries, formats, **sizes, **choices)
+    return build(recipe, cache=ProgramCache()).folder
 
 
 @pytest.mark.parametrize(("numerics", "format", "entry"), CASES)
@@ -200,11 +212,8 @@ def test_another_scheme_ends_with_status_1_and_writes_nothing(tmp_path: Path) ->
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.slow
-def test_programs_can_be_compiled_without_the_weights(checkpoint: Path, tmp_path: Path) -> None:
-    choices: dict[str, Any] = {"formats": ("aoti",), "weights": "none", "numerics": "fast"}
-    folder = build(recipe(checkpoint, tmp_path / "b", **choices)).folder
-    (program,) = read(folder).programs
+def test_programs_can_be_compiled_without_the_weights(bare: Path) -> None:
+    (program,) = read(bare).programs
     assert sum(name.endswith("weight_scale") for name in program.constants) == 14
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Numerics
@@ -20,14 +17,13 @@ from llama_export.checkpoint.layout import FP8, expected_tensors, linear_shapes
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.entries import registry
 from llama_export.entries.registry import Sizes
-from llama_export.lower import aoti
 from llama_export.lower.backend import needed_capability
 from llama_export.model import fp8
 from llama_export.model.formulation import Formulation
 from llama_export.model.linear import Linear
 from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, trace
-from llama_runtime.machine import cpu_flags
+from tests.exporter.native import BEST, OTHERS, compile_native, kernel_sources, load_native
 from tests.tiny import tiny_config
 from tests.tiny_fp8 import quantize
 
@@ -223,11 +219,23 @@ def num_unit_products(made: Job) -> tuple[int, dict[str, str]]:
     return calls.count(torch.ops.aten._scaled_mm.default), needed_capability(program)
 
 
-@pytest.mark.parametrize("entry", [spec.name for spec in registry.entries()])
+USUAL = ("forward", "prefill", "step_paged", "generate<Steps>", "loss_packed")
+"""One entry of each kind: whole sequences, rows, a pool, loops, training."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "entry",
+    [
+        spec.name if spec.name in USUAL else pytest.param(spec.name, marks=pytest.mark.long)
+        for spec in registry.entries()
+    ],
+)
 def test_fast_programs_for_cuda_call_the_units_in_every_fp8_layer(entry: str) -> None:
     assert num_unit_products(job(entry, UNITS)) == (14, {"compute capability": "8.9"})
 
 
+@pytest.mark.slow
 def test_widths_that_units_do_not_take_are_decoded() -> None:
     made = job("forward", UNITS, intermediate_size=136)
     assert num_unit_products(made) == (8, {"compute capability": "8.9"})
@@ -280,23 +288,14 @@ class Layers(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("isa", "num_rows"), [("avx512", 3), pytest.param("avx2", 1, marks=pytest.mark.long)]
+    ("isa", "num_rows"),
+    [(BEST, 3), *(pytest.param(isa, 1, marks=pytest.mark.long) for isa in OTHERS)],
 )
 def test_compiled_products(isa: str, num_rows: int, tmp_path: Path) -> None:
-    options, target = aoti._options("cpu", None)
-    if target.isa is None or not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
-        pytest.skip(f"this CPU has no {isa}")
-    options, _ = aoti._options("cpu", isa)
     model, x = Layers(), draw((num_rows, 5, 64), seed=1).bfloat16().float()
     x[:, 0] = 2
-    archive = io.BytesIO()
-    with aoti.compiler(options):
-        aoti_compile_and_package(torch.export.export(model, (x,)), package_path=archive)
-    path = tmp_path / "layers.pt2"
-    path.write_bytes(archive.getvalue())
-    run = aoti_load_package(str(path))
-    run.load_constants(dict(model.named_parameters()), check_full_update=True, user_managed=True)
-    for made, actual in zip(model.layers, run(x), strict=True):
+    package = compile_native(model, (x,), isa, tmp_path)
+    for made, actual in zip(model.layers, load_native(package, model)(x), strict=True):
         assert isinstance(made, Linear)
         is_rounded = made.form.numerics == "exact"
         expected = product(
@@ -304,8 +303,6 @@ def test_compiled_products(isa: str, num_rows: int, tmp_path: Path) -> None:
         )
         is_narrow = made.form.dtype == torch.bfloat16
         assert error(actual, expected) < (2**-8 if is_narrow else 1e-6), made
-    with zipfile.ZipFile(path) as package:
-        names = [name for name in package.namelist() if name.endswith(".kernel.cpp")]
-        code = "\n".join(package.read(name).decode() for name in names)
+    code = kernel_sources(package)
     assert "std::memcpy(&to" in code
     assert "tmpbuf_out" not in code  # an operation that Inductor makes for each element alone

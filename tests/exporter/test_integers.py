@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 from llama_artifacts.errors import ChoiceError
 from llama_artifacts.manifest import Quantized
 from llama_export.checkpoint.layout import Codes
 from llama_export.checkpoint.source import TensorInfo
-from llama_export.lower import aoti
 from llama_export.model import integers
 from llama_export.model.formulation import Formulation
 from llama_export.model.linear import Embedding, Linear
 from llama_export.model.products import products
 from llama_export.quantize import quantize, quantized_tensors
-from llama_runtime.machine import cpu_flags
+from tests.exporter.native import ISAS, call_by_threads, compile_native, kernel_sources, load_native
 
 GROUPS = (32, 64, 128, None)
 KINDS = {"int8": "i8", "int4": "u8"}
@@ -282,32 +278,14 @@ def test_the_operator_is_whole(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
-    if not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
-        pytest.skip(f"this CPU has no {isa}")
-    options, _ = aoti._options("cpu", isa)
     calls, x = Calls(), draw(3, 256, seed=99)
-    archive = io.BytesIO()
     dims = (None, {0: torch.export.Dim("rows", min=1, max=64)})
-    with aoti.compiler(options):
-        exported = torch.export.export(calls, (x, draw(5, 256, seed=98)), dynamic_shapes=dims)
-        aoti_compile_and_package(exported, package_path=archive)
-    path = tmp_path / "calls.pt2"
-    path.write_bytes(archive.getvalue())
-    run = aoti_load_package(str(path))
-    run.load_constants(dict(calls.named_parameters()), check_full_update=True, user_managed=True)
+    package = compile_native(calls, (x, draw(5, 256, seed=98)), isa, tmp_path, dims)
+    run = load_native(package, calls)
     for num_rows in (1, 5, 20):
-        y, results = draw(num_rows, 256, seed=num_rows), []
-        for num_threads in (1, 2, 7):
-            torch.set_num_threads(num_threads)
-            results.append(run(x, y))
-        torch.set_num_threads(1)
-        calls.check(results[0], x, y)
-        for one, other, another in zip(*results, strict=True):  # however many share the rows
-            assert torch.equal(one, other)
-            assert torch.equal(one, another)
-    with zipfile.ZipFile(path) as package:
-        sources = [name for name in package.namelist() if name.endswith(".kernel.cpp")]
-        code = "".join(package.read(name).decode() for name in sources)
+        y = draw(num_rows, 256, seed=num_rows)
+        calls.check(call_by_threads(run, x, y), x, y)
+    code = kernel_sources(package)
     assert code.count('extern "C" void llama_codedproducts') == len(calls.cases) - 1

@@ -22,6 +22,7 @@ from llama_artifacts import manifest as manifests
 from llama_artifacts.errors import InputError, VerificationError
 from llama_artifacts.manifest import FORMATS, Manifest, Program
 from llama_export.build import build
+from llama_export.cache import ProgramCache
 from llama_export.laws import registry
 from llama_export.laws.bench import Bench
 from llama_export.laws.draws import noise, threefry
@@ -29,6 +30,8 @@ from llama_export.laws.finding import Finding
 from llama_export.recipe import Recipe
 from llama_export.verify import CheckResult, record, verify
 from llama_runtime.entry import Entry
+
+pytestmark = pytest.mark.slow  # it builds bundles of its own
 
 MAX_SEQ, BATCH, STEPS = 64, 3, 6
 
@@ -56,7 +59,8 @@ def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """Every entry as pt2, made once."""
     output = tmp_path_factory.mktemp("laws") / "bundle"
     sizes = {"max_seq": MAX_SEQ, "batch": BATCH, "steps": STEPS, "max_new": STEPS}
-    return build(Recipe(str(tiny_checkpoint), output, ("all",), ("pt2",), **sizes)).folder  # type: ignore[arg-type]
+    recipe = Recipe(str(tiny_checkpoint), output, ("all",), ("pt2",), **sizes)  # type: ignore[arg-type]
+    return build(recipe, cache=ProgramCache()).folder
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +129,6 @@ def test_every_law_is_kept_in_every_format(tiny_bundle: Path) -> None:
     assert all("pt2 and " in result.detail for result in formats)
 
 
-@pytest.mark.slow
 def test_every_law_is_kept_by_packs_pages_and_loops_in_every_format(
     tiny_packed_bundle: Path,
 ) -> None:

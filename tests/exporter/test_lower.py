@@ -185,6 +185,7 @@ def test_the_versions_of_an_onnx_program_are_the_lowest_that_suffice(tiny_bundle
     assert onnx.helper.find_min_ir_version_for([opset]) == IR_VERSION
 
 
+@pytest.mark.slow
 def test_an_input_whose_content_nothing_reads_stays_in_the_interface(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

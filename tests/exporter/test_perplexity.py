@@ -113,6 +113,7 @@ def test_the_default_window_is_what_every_bundle_takes(
     assert second.change == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_bundles_side_by_side(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     other = built(write_tiny(tmp_path / "c", seed=5), tmp_path / "b")
     narrow = built(tiny_checkpoint, tmp_path / "n", dtype="bf16")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package
 
-from llama_export.lower import aoti
 from llama_export.model.products import products
-from llama_runtime.machine import cpu_flags
+from tests.exporter.native import ISAS, call_by_threads, compile_native, kernel_sources, load_native
 
 DTYPES = (
     (torch.float32, torch.float32),
@@ -80,36 +76,16 @@ def test_the_operator_is_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_kernel_in_native_code(isa: str, tmp_path: Path) -> None:
-    if not set(aoti.X86_ISAS[isa][2]) <= cpu_flags():
-        pytest.skip(f"this CPU has no {isa}")
-    options, _ = aoti._options("cpu", isa)
     calls, x = Calls(), draw(NUM_ROWS[-1], 100, seed=99)
-    archive = io.BytesIO()
     dims = (None, {0: torch.export.Dim("rows", min=1, max=64)})
-    with aoti.compiler(options):
-        exported = torch.export.export(calls, (x, draw(5, 100, seed=98)), dynamic_shapes=dims)
-        aoti_compile_and_package(exported, package_path=archive)
-    path = tmp_path / "calls.pt2"
-    path.write_bytes(archive.getvalue())
-    run = aoti_load_package(str(path))
-    run.load_constants(dict(calls.named_parameters()), check_full_update=True, user_managed=True)
+    package = compile_native(calls, (x, draw(5, 100, seed=98)), isa, tmp_path, dims)
+    run = load_native(package, calls)
     for num_rows in (1, 2, 3, 4, 34, 64):
-        y, results = draw(num_rows, 100, seed=num_rows), []
-        for num_threads in (1, 2, 7):
-            torch.set_num_threads(num_threads)
-            results.append(run(x, y))
-        torch.set_num_threads(1)
-        for actual, expected in zip(results[0], calls.exact(x, y), strict=True):
+        y = draw(num_rows, 100, seed=num_rows)
+        for actual, expected in zip(call_by_threads(run, x, y), calls.exact(x, y), strict=True):
             torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-        for one, other, another in zip(
-            *results, strict=True
-        ):  # however many threads share the rows
-            assert torch.equal(one, other)
-            assert torch.equal(one, another)
     # One function for one row, one for three, one for any number.
-    with zipfile.ZipFile(path) as package:
-        sources = [name for name in package.namelist() if name.endswith(".kernel.cpp")]
-        code = "".join(package.read(name).decode() for name in sources)
+    code = kernel_sources(package)
     assert code.count('extern "C" void llama_products') == len(DTYPES) * len(WIDTHS) * 3

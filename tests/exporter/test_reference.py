@@ -31,6 +31,8 @@ from tests.runtime.loading import (
 )
 from tests.tiny import write_tiny
 
+pytestmark = pytest.mark.slow  # it builds bundles of its own
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

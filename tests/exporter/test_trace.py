@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.export.passes import move_to_device_pass
 
@@ -56,6 +58,13 @@ def job(
     return Job(config, spec, spec.stem, signature, form, weights)
 
 
+@functools.cache
+def traced(entry: str, form: Formulation) -> tuple[Job, ExportedProgram]:
+    """Traced once for several tests, which only look at it."""
+    made = job(entry, form)
+    return made, trace(made)
+
+
 @pytest.mark.parametrize(
     ("entry", "form"),
     [*((entry, CPU) for entry in ENTRIES), ("prefill", CUDA), ("prefill", COMPILED)],
@@ -63,8 +72,7 @@ def job(
 def test_every_promised_dimension_is_a_symbol_over_its_whole_range(
     entry: str, form: Formulation
 ) -> None:
-    made = job(entry, form)
-    program = trace(made)
+    made, program = traced(entry, form)
     ranges = {(r.lower, r.upper) for r in program.range_constraints.values()}
     assert {(dim.min, dim.max) for dim in made.signature.dims} <= ranges
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -87,8 +95,7 @@ def test_a_variant_fixes_a_dimension_and_leaves_the_others_dynamic(entry: str, f
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_graph_names_no_device_but_the_cpu_and_hides_no_constant(entry: str) -> None:
-    made = job(entry)
-    program = trace(made)
+    made, program = traced(entry, CPU)
     for graph in (module.graph for module in program.graph_module.modules()):
         for node in graph.nodes:
             if node.op == "get_attr":  # the body of a loop, never a tensor
@@ -105,6 +112,7 @@ def test_the_graph_names_no_device_but_the_cpu_and_hides_no_constant(entry: str)
     assert not program.constants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["prefill", "step_paged", "sample<8>", "generate_until<8>"])
 def test_a_program_moves_whole_to_another_device(entry: str) -> None:
     """As for a GPU when it is loaded: no tensor stays behind, nor one made in the body of a loop."""
@@ -140,6 +148,7 @@ def test_few_rows_are_dynamic_too(entry: str, rows: int) -> None:
     trace(job(entry, max_rows=rows))
 
 
+@pytest.mark.slow
 def test_sizes_of_one_are_traced() -> None:
     overrides = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
     for entry in ENTRIES:
@@ -281,6 +290,7 @@ def write_8b_headers(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_8_billion_parameters_are_traced_without_their_memory(tmp_path: Path) -> None:
     folder = write_8b_headers(tmp_path / "8b")
     code = """if True:

@@ -33,6 +33,8 @@ from tests.tiny import write_tiny
 from tests.tiny_fp8 import write_tiny_fp8
 from tests.tiny_gguf import write_tiny_gguf
 
+pytestmark = pytest.mark.slow  # it builds bundles of its own
+
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 

@@ -18,6 +18,8 @@ from llama_export.trace import Job, as_kind, trace
 from tests.footprint.jobs import ENTRIES, arguments, tiny_call, tiny_network
 from tests.footprint.oracle import Watch
 
+pytestmark = pytest.mark.slow  # a trace for each figure
+
 aten = torch.ops.aten
 KB = 1024
 
@@ -139,7 +141,6 @@ def compare(entry: str, num_layers: int) -> None:
     assert forecast == pytest.approx(measured(job, call), rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry",
     [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in ENTRIES],
@@ -149,7 +150,6 @@ def test_the_peak_is_that_of_the_running_program(entry: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["prefill", "generate<8>"])
 def test_few_layers_tell_of_many(entry: str) -> None:
     compare(entry, 6)

@@ -27,8 +27,7 @@ import torch
 
 from llama_artifacts.manifest import Format, Numerics, Program
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.checkpoint.fp8 import E4M3
-from llama_export.checkpoint.layout import coded_modules
+from llama_export.checkpoint.layout import E4M3, coded_modules
 from llama_export.entries import registry
 from llama_export.footprint.network import Network, from_model, plain_tensors
 from llama_export.lower.backend import Place, backend

@@ -14,6 +14,8 @@ from llama_runtime import Entry, LoadedBundle, States
 from tests.runtime.loading import expected_logits, random_tokens
 from tests.tiny import write_tiny
 
+pytestmark = pytest.mark.slow  # it builds bundles of its own
+
 BATCH, MAX_SEQ = 3, 32
 SCRATCH = MAX_SEQ - 1
 ATOL = 0.03  # some roundings of logits up to 4

@@ -14,6 +14,8 @@ from llama_export.recipe import Recipe
 from tests.runtime.loading import POISON, poisoned, random_tokens, reference, snapshot, written
 from tests.tiny import write_tiny
 
+pytestmark = pytest.mark.slow  # it builds bundles of its own
+
 NUM_LAYERS, NUM_TOKENS = 12, 9
 
 

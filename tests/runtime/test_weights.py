@@ -158,6 +158,7 @@ print(*before, *mapped, *resident(), total)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_map_is_no_copy(tmp_path: Path) -> None:
     """64 MiB mapped twice: nothing when mapped, pages of the file when read, no memory of ours."""

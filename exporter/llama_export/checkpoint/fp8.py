@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 
 from llama_artifacts.errors import CheckpointError
 from llama_export.checkpoint.config import LlamaConfig
-from llama_export.checkpoint.layout import SCALE, linear_shapes
+from llama_export.checkpoint.layout import E4M3, SCALE, linear_shapes
 from llama_export.checkpoint.quantization import Fp8Scheme
 from llama_export.checkpoint.source import TensorInfo
 
-E4M3, E5M2 = "f8e4m3", "f8e5m2"
+E5M2 = "f8e5m2"
 SCALE_DTYPES = ("bf16", "f32")
 INPUT_SCALE = ".input_scale"
 

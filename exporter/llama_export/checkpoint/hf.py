@@ -29,8 +29,9 @@ from llama_export.checkpoint.files import (
     locate,
     read_json,
 )
-from llama_export.checkpoint.fp8 import E4M3, check_fp8, with_row_scales
+from llama_export.checkpoint.fp8 import check_fp8, with_row_scales
 from llama_export.checkpoint.layout import (
+    E4M3,
     EMBEDDING,
     FP8,
     HEAD,

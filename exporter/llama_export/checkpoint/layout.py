@@ -17,10 +17,12 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCALE = ".weight_scale"
 """Ends the name of a weight's scales; what stands before it is the module's name."""
+E4M3 = "f8e4m3"
+"""The dtype of FP8 codes."""
 EIGHT_BITS = "i8"
 """The dtype of codes of eight bits."""
 PACKED = "u8"
-"""The dtype of codes of four bits."""
+"""The dtype of codes of four bits, two a byte."""
 MAX_LISTED = 3
 
 T = TypeVar("T")
@@ -51,7 +53,8 @@ class Codes:
         return num_out, 1 if self.group_size is None else num_in // self.group_size
 
 
-FP8 = Codes("f8e4m3")
+FP8 = Codes(E4M3)
+"""As FP8 checkpoints come: a scale for each row."""
 
 
 def expected_tensors(

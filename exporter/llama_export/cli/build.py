@@ -16,7 +16,16 @@ from llama_export import presets
 from llama_export.cli import output
 from llama_export.cli.config import check_option, config_option
 from llama_export.cli.diff import show_changes
-from llama_export.cli.options import Command, formats_option, json_option, option
+from llama_export.cli.options import (
+    Command,
+    dtype_option,
+    formats_option,
+    group_size_option,
+    json_option,
+    option,
+    page_size_option,
+    quantize_option,
+)
 from llama_export.entries.registry import DEFAULT_MAX_NEW, DEFAULT_ROWS, DEFAULT_STEPS
 from llama_export.recipe import DEFAULT_ENTRIES, DEFAULT_MAX_SEQ, Recipe
 
@@ -84,13 +93,7 @@ class BuildCommand(Command):
     help="A further program of an entry, with a dynamic dimension fixed; a runtime takes the most"
     " specific one that fits a call. Repeat it for several; `none` builds none.",
 )
-@option(
-    "--dtype",
-    group=PROGRAMS,
-    type=click.Choice(["bf16", "f16", "f32"]),
-    show_default="the checkpoint's",
-    help="The dtype of weights and arithmetic.",
-)
+@dtype_option("The dtype of weights and arithmetic.", group=PROGRAMS)
 @option(
     "--numerics",
     group=PROGRAMS,
@@ -99,21 +102,12 @@ class BuildCommand(Command):
     help="How products with FP8 weights are computed: `exact` as if they were stored in the dtype"
     " of the arithmetic; `fast` scales after the sum and, on CUDA, rounds activations to FP8.",
 )
-@option(
-    "--quantize",
-    group=PROGRAMS,
-    type=click.Choice(["int8", "int4"]),
-    show_default="nothing is rounded",
-    help="Round the layers' weights to integers of eight or four bits with a scale for each group,"
+@quantize_option(
+    "Round the layers' weights to integers of eight or four bits with a scale for each group,"
     " and the embedding and the output head to eight. Arithmetic stays in the dtype.",
-)
-@option(
-    "--group-size",
     group=PROGRAMS,
-    type=click.Choice(["32", "64", "128", "row"]),
-    show_default="64 in int8, 32 in int4",
-    help="How many values of a row share a scale in quantised weights.",
 )
+@group_size_option(group=PROGRAMS)
 @option(
     "--num-layers",
     group=PROGRAMS,
@@ -138,14 +132,7 @@ class BuildCommand(Command):
     metavar="N",
     help="Rows of the states: sequences that one call advances.",
 )
-@option(
-    "--page-size",
-    group=STATES,
-    type=click.IntRange(min=1),
-    default=16,
-    metavar="N",
-    help="Positions of a page, in entries that keep a pool of pages.",
-)
+@page_size_option(group=STATES)
 @option(
     "--rows",
     group=STATES,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from llama_artifacts.errors import ChoiceError, LlamaExportError
-from llama_artifacts.manifest import FORMATS
+from llama_artifacts.manifest import FORMATS, IntegerKind
 from llama_export.cli import errors, output
+from llama_export.entries.registry import DEFAULT_PAGE_SIZE
+from llama_export.recipe import GroupSize
 
 F = TypeVar("F", bound=Callable[..., Any])
 Example = tuple[str, str]
@@ -21,6 +23,8 @@ CONTEXT: dict[str, Any] = {
     "show_default": True,
 }
 OPTIONS = "Options"
+DTYPES = ("bf16", "f16", "f32")
+"""Of weights and arithmetic."""
 
 
 class Option(click.Option):
@@ -115,3 +119,39 @@ def formats_option(text: str, **settings: Any) -> Callable[[F], F]:
     """Repeatable `--format`, as `formats`."""
     choice = click.Choice(FORMATS)
     return option("--format", "formats", type=choice, multiple=True, help=text, **settings)
+
+
+def dtype_option(text: str, *, group: str) -> Callable[[F], F]:
+    """`--dtype`, of a model that is not built yet."""
+    choice = click.Choice(DTYPES)
+    return option("--dtype", group=group, type=choice, show_default="the checkpoint's", help=text)
+
+
+def quantize_option(text: str, *, group: str) -> Callable[[F], F]:
+    """`--quantize`."""
+    choice = click.Choice(get_args(IntegerKind))
+    shown = "nothing is rounded"
+    return option("--quantize", group=group, type=choice, show_default=shown, help=text)
+
+
+def group_size_option(*, group: str) -> Callable[[F], F]:
+    """`--group-size`."""
+    return option(
+        "--group-size",
+        group=group,
+        type=click.Choice(get_args(GroupSize)),
+        show_default="64 in int8, 32 in int4",
+        help="How many values of a row share a scale in quantised weights.",
+    )
+
+
+def page_size_option(*, group: str) -> Callable[[F], F]:
+    """`--page-size`."""
+    return option(
+        "--page-size",
+        group=group,
+        type=click.IntRange(min=1),
+        default=DEFAULT_PAGE_SIZE,
+        metavar="N",
+        help="Positions of a page, in entries that keep a pool of pages.",
+    )

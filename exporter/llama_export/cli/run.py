@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -22,6 +22,9 @@ from llama_export.cli.options import (
     option,
     weights_dir_option,
 )
+
+if TYPE_CHECKING:
+    from llama_runtime import LoadedBundle
 
 EXAMPLES = (
     ("A question, answered greedily:", 'llama-export run smollm2-135m-instruct -p "Hello!"'),
@@ -292,12 +295,8 @@ def command(
             cuda_graphs=False if no_cuda_graphs else None,
         )
         # The programs are loaded here, too; the model's first step comes with the first piece.
-        stream: Any
-        if tokens is not None:
-            stream = loaded.generate_tokens(tokens, **settings)
-        else:
-            assert prompt is not None  # _check_usage
-            stream = loaded.generate(prompt, stop=stop, chat=chat, system=system, **settings)
+        words = {"stop": stop, "chat": chat, "system": system}
+        stream = _stream(loaded, prompt, tokens, words, settings)
         num_resumed = 0 if load_state is None else stream.resume(load_state)
     load_s = time.perf_counter() - started
     pieces: Iterable[str] = stream if tokens is None else _spaced(stream)
@@ -329,6 +328,20 @@ def _check_usage(
         raise click.UsageError("`--system` needs a chat; got `--no-chat`")
     if "" in stop:
         raise click.UsageError("expected a text after `--stop`, got none")
+
+
+def _stream(
+    loaded: LoadedBundle,
+    prompt: str | None,
+    tokens: tuple[int, ...] | None,
+    words: dict[str, Any],
+    settings: dict[str, Any],
+) -> Any:
+    """The tokens that follow tokens, or the text that follows a prompt; `words` are for text alone."""
+    if tokens is not None:
+        return loaded.generate_tokens(tokens, **settings)
+    assert prompt is not None  # _check_usage
+    return loaded.generate(prompt, **words, **settings)
 
 
 def _read_stdin() -> str:

@@ -12,7 +12,13 @@ from llama_artifacts.codec import encode
 from llama_artifacts.manifest import FORMATS
 from llama_artifacts.summary import show_bytes
 from llama_export.cli import output
-from llama_export.cli.options import option
+from llama_export.cli.options import (
+    dtype_option,
+    group_size_option,
+    option,
+    page_size_option,
+    quantize_option,
+)
 
 if TYPE_CHECKING:
     from llama_export.footprint.figures import Forecast
@@ -61,35 +67,10 @@ _PROGRAM_OPTIONS = (
         show_default="cpu; of a bundle its programs'",
         help="Where the program runs. No GPU is needed to ask.",
     ),
-    option(
-        "--dtype",
-        group=PROGRAM,
-        type=click.Choice(["bf16", "f16", "f32"]),
-        show_default="the checkpoint's",
-        help="The dtype of a model's weights and arithmetic.",
-    ),
-    option(
-        "--quantize",
-        group=PROGRAM,
-        type=click.Choice(["int8", "int4"]),
-        show_default="nothing is rounded",
-        help="What a build makes of a model's matrices.",
-    ),
-    option(
-        "--group-size",
-        group=PROGRAM,
-        type=click.Choice(["32", "64", "128", "row"]),
-        show_default="64 in int8, 32 in int4",
-        help="How many values of a row share a scale in quantised weights.",
-    ),
-    option(
-        "--page-size",
-        group=PROGRAM,
-        type=click.IntRange(min=1),
-        default=16,
-        metavar="N",
-        help="Positions of a page, in entries of a model that keep a pool of pages.",
-    ),
+    dtype_option("The dtype of a model's weights and arithmetic.", group=PROGRAM),
+    quantize_option("What a build makes of a model's matrices.", group=PROGRAM),
+    group_size_option(group=PROGRAM),
+    page_size_option(group=PROGRAM),
     option(
         "--shards",
         group=PROGRAM,

@@ -10,7 +10,7 @@ import click
 
 from llama_artifacts import integrity
 from llama_artifacts.codec import encode
-from llama_artifacts.errors import VerificationError
+from llama_artifacts.errors import LlamaExportError, VerificationError
 from llama_artifacts.manifest import Format
 from llama_artifacts.summary import show_bytes
 from llama_export.cli import errors, output, signatures
@@ -149,35 +149,49 @@ def command(
         signatures.check(bundle, verifier, is_more=is_more, as_json=as_json)
         return
 
-    from llama_export.verify import record, verify
-
-    with output.reporter() as reporter:
-        results = verify(
-            bundle,
-            reporter=reporter,
-            formats=formats or None,
-            laws=laws or None,
-            entries=entries or None,
-            uses_vectors=uses_vectors,
-            weights_dir=weights_dir,
-        )
-        samples: Sequence[Sample] = ()
-        if against is not None and _failure(bundle, results) is None:
-            choices = {"formats": formats or None, "weights_dir": weights_dir}
-            more, samples = _compare(bundle, reporter, entries or None, choices)
-            results = (*results, *more)
+    choices = {
+        "formats": formats or None,
+        "entries": entries or None,
+        "weights_dir": weights_dir,
+    }
+    checks = {"laws": laws or None, "uses_vectors": uses_vectors}
+    results, samples = _check_programs(bundle, choices, checks, is_compared=against is not None)
     failure = _failure(bundle, results)
     if is_recorded and failure is None:
+        from llama_export.verify import record
+
         record(bundle, results)
     if as_json:
         report = {"bundle": str(bundle), "passed": failure is None, "checks": encode(results)}
         if against is not None:
             report["samples"] = encode(samples)
-        error = {} if failure is None else {"error": errors.to_dict(failure)}
-        output.write_json({**report, **error})
+        output.write_json({**report, **_error_dict(failure)})
     else:
         _show(results)
         _show_samples(samples)
+    _end(ctx, failure)
+
+
+def _check_programs(
+    bundle: Path, choices: Mapping[str, Any], checks: Mapping[str, Any], *, is_compared: bool
+) -> tuple[Sequence[CheckResult], Sequence[Sample]]:
+    """What every check gave, and samples where the reference was asked for."""
+    from llama_export.verify import verify
+
+    with output.reporter() as reporter:
+        results = verify(bundle, reporter=reporter, **choices, **checks)
+        if not is_compared or _failure(bundle, results) is not None:
+            return results, ()
+        more, samples = _compare(bundle, reporter, **choices)
+    return (*results, *more), samples
+
+
+def _error_dict(failure: LlamaExportError | None) -> dict[str, Any]:
+    return {} if failure is None else {"error": errors.to_dict(failure)}
+
+
+def _end(ctx: click.Context, failure: LlamaExportError | None) -> None:
+    """Tells what failed, once the results are out."""
     if failure is not None:
         errors.show(failure, as_json=False)
         ctx.exit(errors.EXIT_FAILURE)
@@ -188,8 +202,7 @@ def _check_files(ctx: click.Context, bundle: Path, *, as_json: bool) -> None:
         report = integrity.check(bundle, advance=advance)
     failure = report.error()
     if as_json:
-        error = {} if failure is None else {"error": errors.to_dict(failure)}
-        output.write_json({**_integrity_dict(report), **error})
+        output.write_json({**_integrity_dict(report), **_error_dict(failure)})
     elif report.faults:
         rows = [(fault.file, fault.kind, fault.detail) for fault in report.faults]
         output.write_table(rows, columns=("file", "fault", "detail"))
@@ -197,9 +210,7 @@ def _check_files(ctx: click.Context, bundle: Path, *, as_json: bool) -> None:
         output.write(
             f"{report.num_files} files, {show_bytes(report.num_bytes)}: all as listed, none extra\n"
         )
-    if failure is not None:
-        errors.show(failure, as_json=False)
-        ctx.exit(errors.EXIT_FAILURE)
+    _end(ctx, failure)
 
 
 def _integrity_dict(report: integrity.Report) -> dict[str, Any]:
@@ -213,10 +224,7 @@ def _integrity_dict(report: integrity.Report) -> dict[str, Any]:
 
 
 def _compare(
-    bundle: Path,
-    reporter: Reporter,
-    entries: Sequence[str] | None,
-    choices: Mapping[str, Any],
+    bundle: Path, reporter: Reporter, *, entries: Sequence[str] | None, **choices: Any
 ) -> tuple[Sequence[CheckResult], Sequence[Sample]]:
     """Checks against the reference, and samples where they passed."""
     from llama_export.reference import Reference, check

@@ -33,6 +33,7 @@ POOL_PAGES = "PoolPages"
 """The dimension of a pool: how many pages it holds, page 0 among them."""
 
 DEFAULT_ROWS = 64
+DEFAULT_PAGE_SIZE = 16
 DEFAULT_STEPS = 32
 DEFAULT_MAX_NEW = 128
 
@@ -59,7 +60,7 @@ class Sizes:
     batch: int
     max_seq: int
     dtype: str
-    page_len: int = 16
+    page_len: int = DEFAULT_PAGE_SIZE
     max_rows: int = DEFAULT_ROWS
     max_pages: int | None = None
     steps: int | None = None

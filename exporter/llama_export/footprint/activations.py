@@ -19,7 +19,7 @@ from llama_artifacts.bundle import Bundle, check_digest
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import Format, Numerics
 from llama_artifacts.manifest import Program as ProgramRecord
-from llama_export.entries.registry import EntrySpec, Sizes
+from llama_export.entries.registry import DEFAULT_PAGE_SIZE, EntrySpec, Sizes
 from llama_export.footprint.call import Call, open_signature
 from llama_export.footprint.fused import Schedule, schedule
 from llama_export.footprint.liveness import ProgramGraph
@@ -74,7 +74,7 @@ class Kind:
     format: Format
     device: str
     numerics: Numerics = "exact"
-    page_len: int = 16
+    page_len: int = DEFAULT_PAGE_SIZE
     has_one_row: bool = True
 
     @property

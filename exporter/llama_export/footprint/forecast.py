@@ -13,7 +13,7 @@ from llama_artifacts.errors import BuildError, ChoiceError, InputError
 from llama_artifacts.manifest import Format, IntegerKind
 from llama_artifacts.manifest import Program as ProgramRecord
 from llama_export.entries import registry
-from llama_export.entries.registry import EntrySpec, Sizes
+from llama_export.entries.registry import DEFAULT_PAGE_SIZE, EntrySpec, Sizes
 from llama_export.footprint.activations import Activations, Compiled, Kind, Saved, Traced
 from llama_export.footprint.call import Asked, Call, plan_call
 from llama_export.footprint.figures import Figure, Forecast
@@ -25,7 +25,6 @@ from llama_export.recipe import DEFAULT_MAX_SEQ
 _PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
 """As the runtime takes them."""
 MIN_LENGTH = 2
-DEFAULT_PAGE_SIZE = 16
 _GIVE_MODEL = "give the model instead of the bundle to ask for other sizes"
 
 

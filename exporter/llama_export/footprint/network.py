@@ -26,8 +26,8 @@ from llama_export.checkpoint.config import (
     read_hf_config,
 )
 from llama_export.checkpoint.files import CONFIG, read_json
-from llama_export.checkpoint.fp8 import E4M3
 from llama_export.checkpoint.layout import (
+    E4M3,
     FP8,
     SCALE,
     Codes,

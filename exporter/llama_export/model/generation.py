@@ -108,25 +108,13 @@ def generate(
         settings: tensors that `choose` takes.
         end: the token that ends a row, or None.
     """
-    num_rows, device = token.shape[0], token.device
-    keys, scratch = states[0][0], states[0][0].shape[2] - 1
-    width = (num_rows, keys.shape[1], num_steps, keys.shape[3])
-    order = torch.arange(num_steps, device=device)
     fixed = Fixed(
         pos=pos,
         end=token.new_full((), -1) if end is None else end,
         past=[(keys[:, :, :num_past], values[:, :, :num_past]) for keys, values in states],
-        seen=torch.arange(num_past, dtype=torch.int32, device=device) < pos,
+        seen=torch.arange(num_past, dtype=torch.int32, device=token.device) < pos,
         settings=settings,
         weights={**dict(model.named_parameters()), **dict(model.named_buffers())},
-    )
-    progress = Progress(
-        step=torch.zeros((), dtype=torch.int64, device=device),
-        done=torch.zeros(num_rows, dtype=torch.bool, device=device),
-        lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        token=token.clone(),
-        tokens=torch.zeros(num_rows, num_steps, dtype=torch.int32, device=device),
-        own=[(keys.new_zeros(width), values.new_zeros(width)) for keys, values in states],
     )
 
     def is_going(progress: Progress, _: Fixed) -> Tensor:
@@ -139,7 +127,7 @@ def generate(
         with _reparametrize_module(model, fixed.weights):
             logits = model.step_logits(progress.token, context)
         token = choose(step, logits, *fixed.settings).int()[:, None]
-        is_now = torch.arange(num_steps, device=device) == step
+        is_now = torch.arange(num_steps, device=token.device) == step
         return Progress(
             step=step + 1,
             done=done | (token[:, 0] == fixed.end),
@@ -149,13 +137,35 @@ def generate(
             own=context.kept,
         )
 
-    progress = _loop(is_going, advance, progress, fixed)
+    progress = _loop(is_going, advance, _beginning(token, states, num_steps), fixed)
+    _keep(progress, pos, states)
+    return progress.tokens, progress.lengths
+
+
+def _beginning(token: Tensor, states: Sequence[State], num_steps: int) -> Progress:
+    """Before the first step, with room for the keys and values of all of them."""
+    (num_rows, num_heads, _, head_dim), device = states[0][0].shape, token.device
+    size = (num_rows, num_heads, num_steps, head_dim)
+    return Progress(
+        step=torch.zeros((), dtype=torch.int64, device=device),
+        done=torch.zeros(num_rows, dtype=torch.bool, device=device),
+        lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        token=token.clone(),
+        tokens=torch.zeros(num_rows, num_steps, dtype=torch.int32, device=device),
+        own=[(keys.new_zeros(size), values.new_zeros(size)) for keys, values in states],
+    )
+
+
+def _keep(progress: Progress, pos: Tensor, states: Sequence[State]) -> None:
+    """Writes the loop's own keys and values into the states; past a row's end, to scratch."""
+    num_rows, num_steps = progress.tokens.shape
+    device, scratch = progress.tokens.device, states[0][0].shape[2] - 1
+    order = torch.arange(num_steps, device=device)
     positions = torch.where(order < progress.lengths[:, None], pos + order, scratch)
     rows = torch.arange(num_rows, device=device)[:, None]
     for state, own in zip(states, progress.own, strict=True):
         for cache, new in zip(state, own, strict=True):
             write_rows(cache, new.transpose(1, 2), rows, positions)
-    return progress.tokens, progress.lengths
 
 
 def _loop(
