@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,91 +27,97 @@ from tests.runtime.engine.fakes import (
 
 PAGE_LEN = 4
 
-ADD = st.tuples(
-    st.just("add"),
-    st.integers(1, 24),  # tokens of the prompt; cut to what the pool holds
-    st.integers(0, 2),  # its seed: prompts of one seed begin alike
-    st.integers(1, 20),  # new tokens
-)
-EVENTS = st.lists(
-    st.one_of(
-        ADD,
-        ADD,
-        ADD,
-        st.tuples(st.just("step"), st.integers(1, 9)),
-        st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("break")),
+
+@dataclass(frozen=True)
+class Visit:
+    """A request, the steps that pass before it comes, and those after which it is cancelled."""
+
+    gap: int
+    prompt: tuple[int, ...]
+    max_new: int
+    patience: int | None
+
+
+TEXTS = [prompt_of(40, seed) for seed in range(3)]  # prompts are their beginnings, often shared
+VISITS = st.lists(
+    st.builds(
+        Visit,
+        gap=st.integers(0, 3),
+        prompt=st.builds(
+            lambda text, size: text[:size], st.sampled_from(TEXTS), st.integers(1, 16)
+        ),
+        max_new=st.sampled_from([20, 1, 5, 60]),
+        patience=st.none() | st.integers(0, 30),
     ),
-    min_size=10,
-    max_size=40,
+    min_size=4,
+    max_size=8,
 )
 
 
 @dataclass
-class Client:
-    """Sends requests to an engine and counts its steps.
+class Run:
+    """An engine, its requests, and what it gave them.
 
     Attributes:
-        added: of each request its prompt and its new tokens.
-        lengths: after each step the first of those in the engine, and how far it is.
+        places: after each step the first of the requests in the engine, and how far it is.
     """
 
     engine: Engine
-    bundle: FakeBundle
-    max_prompt: int
-    added: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    visits: dict[str, Visit]
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
-    lengths: list[tuple[str, int]] = field(default_factory=list)
+    places: list[tuple[str, int]] = field(default_factory=list)
 
-    def add(self, length: int, seed: int, max_new: int) -> None:
-        # `prompt_of` seeds with the length too, so a shared beginning is cut from one long text.
-        prompt = prompt_of(40, seed)[: min(length, self.max_prompt)]
-        name = str(len(self.added))
-        self.engine.add(request(name, prompt, max_new))
-        self.added[name] = (prompt, max_new)
+    def come(self, name: str) -> None:
+        self.engine.add(request(name, self.visits[name].prompt, self.visits[name].max_new))
 
-    def cancel(self, number: int) -> None:
-        name = str(number)
+    def leave(self, name: str) -> None:
         if self.engine.cancel(name):
             self.cancelled.add(name)
 
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            if not self.engine.has_work:
-                return
-            before = self.engine.stats.num_steps
-            outputs = self.engine.step()
-            check(self.engine)
-            assert outputs or self.engine.stats.num_steps > before
-            for output in outputs:
-                self.outputs.setdefault(output.request_id, []).append(output)
-            self._check_first()
+    def step(self) -> None:
+        before = self.engine.stats.num_steps
+        outputs = self.engine.step()
+        check(self.engine)
+        assert outputs or self.engine.stats.num_steps > before
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self._check_first()
 
     def _check_first(self) -> None:
         """Of two steps one at least takes the first of those in the engine further."""
-        job = self.engine._scheduler.first
+        scheduler = self.engine._scheduler
+        job = scheduler.first
         if job is not None:
-            self.lengths.append((job.request.id, job.num_computed))
-            for name, length in self.lengths[-3:-2]:
-                assert name != job.request.id or length < job.num_computed
+            jobs = [*scheduler.running, *scheduler.waiting]
+            assert job.request.id == min(each.request.id for each in jobs)
+            self.places.append((job.request.id, job.num_computed))
+            for name, num_computed in self.places[-3:-2]:
+                assert name != job.request.id or num_computed < job.num_computed
 
-    def fail_next(self) -> None:
-        def hook(states: object) -> None:
-            self.bundle.hooks.clear()
-            raise RuntimeError("device lost")
+    def check_end(self, name: str, max_positions: int) -> None:
+        """One end, the last output, for the right reason, after the right tokens."""
+        visit, outputs = self.visits[name], self.outputs[name]
+        assert [o.finish_reason is None for o in outputs] == [True] * (len(outputs) - 1) + [False]
+        room = max_positions - len(visit.prompt) + 1
+        expected = greedy(visit.prompt, min(visit.max_new, room))
+        if outputs[-1].finish_reason != "length":
+            expected = expected[: len(outputs) - 1]
+        assert tokens_of(outputs) == expected
+        assert (outputs[-1].finish_reason == "cancelled") == (name in self.cancelled)
+        if outputs[-1].finish_reason == "error":
+            assert "device lost" in str(outputs[-1].error)
 
-        self.bundle.hooks[:] = [hook]
 
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     names=st.sampled_from([PAGED, TAKING_TURNS]),
     rows=st.integers(1, 4),
-    pages=st.integers(2, 10),
+    pages=st.integers(4, 10),
     token_budget=st.integers(1, 24),
     has_prefix_cache=st.booleans(),
-    events=EVENTS,
+    visits=VISITS,
+    faults=st.sets(st.integers(0, 99), max_size=2),
 )
 def test_every_request_ends_and_no_step_is_idle(
     names: tuple[str, ...],
@@ -118,43 +125,43 @@ def test_every_request_ends_and_no_step_is_idle(
     pages: int,
     token_budget: int,
     has_prefix_cache: bool,
-    events: list[tuple[object, ...]],
+    visits: list[Visit],
+    faults: set[int],
 ) -> None:
     bundle = FakeBundle(names, page_len=PAGE_LEN)
-    engine = engine_of(
-        bundle,
-        rows=rows,
-        pages=pages,
-        token_budget=token_budget,
-        has_prefix_cache=has_prefix_cache,
-    )
-    client = Client(engine, bundle, max_prompt=pages * PAGE_LEN)
-    calls = {"add": client.add, "step": client.step, "cancel": client.cancel}
-    calls["break"] = client.fail_next
-    for name, *values in events:
-        calls[str(name)](*values)  # type: ignore[arg-type]
+    sizes = {"rows": rows, "pages": pages, "token_budget": token_budget}
+    engine = engine_of(bundle, has_prefix_cache=has_prefix_cache, **sizes)
+    run = Run(engine, {str(number): visit for number, visit in enumerate(visits)})
+    bundle.hooks.append(lambda states: lose_device(run, faults))
+    due = due_at_each_step(visits)
+    for now in range(max(due) + 1):
+        for action, name in due[now]:
+            getattr(run, action)(name)
+        if engine.has_work:
+            run.step()
     while engine.has_work:
-        client.step()
-    assert engine.stats.pages_used == engine.stats.num_running == engine.stats.num_waiting == 0
-    assert client.outputs.keys() == client.added.keys()
-    for request_id, given_outputs in client.outputs.items():
-        _check_end(client, request_id, given_outputs, pages * PAGE_LEN)
+        run.step()
+    stats = engine.stats
+    assert stats.pages_used == stats.num_running == stats.num_waiting == 0
+    assert run.outputs.keys() == run.visits.keys()
+    for name in run.visits:
+        run.check_end(name, pages * PAGE_LEN)
 
 
-def _check_end(client: Client, name: str, outputs: list[Output], max_positions: int) -> None:
-    """One end, the last output, for the right reason, after the right tokens."""
-    assert [o.finish_reason is None for o in outputs] == [True] * (len(outputs) - 1) + [False]
-    prompt, max_new = client.added[name]
-    expected = greedy(prompt, min(max_new, max_positions - len(prompt) + 1))
-    end = outputs[-1]
-    if end.finish_reason == "length":
-        assert tokens_of(outputs) == expected
-    elif end.finish_reason == "cancelled":
-        assert name in client.cancelled
-        assert tokens_of(outputs) == expected[: len(outputs) - 1]
-    else:
-        assert "device lost" in str(end.error)
-        assert tokens_of(outputs) == expected[: len(outputs) - 1]
+def lose_device(run: Run, faults: set[int]) -> None:
+    if run.engine.stats.num_steps in faults:
+        raise RuntimeError("device lost")
+
+
+def due_at_each_step(visits: list[Visit]) -> dict[int, list[tuple[str, str]]]:
+    """What `Run` does before a step, and with which request."""
+    due, now = defaultdict(list), 0
+    for number, visit in enumerate(visits):
+        now += visit.gap
+        due[now].append(("come", str(number)))
+        if visit.patience is not None:
+            due[now + visit.patience].append(("leave", str(number)))
+    return due
 
 
 @pytest.mark.parametrize("names", [PAGED, TAKING_TURNS], ids=["mixed", "turns"])
