@@ -1,18 +1,20 @@
 """How much of the engine's steps goes to choosing tokens, by how they are chosen.
 
     python -m tests.benchmarks.sampling BUNDLE [--rows N] [--prompt N] [--new N] [--runs N]
+        [--text FILE]
 
-Fills so many rows of one engine with equal prompts and, once each has its first token, times the
-steps. Prints for each kind of parameters the median of a step and the share of it that is in no
+Fills so many rows of one engine with the beginning of a text (after random tokens a model is far
+less sure than it mostly is, and `top_p` has more to sort) and, once each has its first token, times
+the steps. Prints for each kind of parameters the median of a step and the share of it that is in no
 program. `llama-export bench --workload serve` measures the whole of serving, greedily.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import llama_runtime
@@ -53,8 +55,7 @@ def timed_steps(engine: Engine, requests: list[Request]) -> tuple[list[float], f
 def requests_of(
     bundle: LoadedBundle, chosen: argparse.Namespace, params: SamplingParams
 ) -> list[Request]:
-    rng, size = random.Random(0), bundle.manifest.model.vocab_size
-    prompt = tuple(rng.randrange(size) for _ in range(chosen.prompt))
+    prompt = tuple(bundle.tokenizer.encode(chosen.text.read_text())[: chosen.prompt])
     return [Request(str(row), prompt, params, chosen.new) for row in range(chosen.rows)]
 
 
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--text", type=Path, default=Path("README.md"))
     chosen = parser.parse_args()
     bundle = llama_runtime.load(chosen.bundle)
     engine = Engine(bundle, rows=chosen.rows)
