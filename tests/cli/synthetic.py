@@ -59,6 +59,18 @@ PROGRAMS = (
     Program("decode", "pt2", "decode.pt2", "bf16", Target("cpu"), DECODE, (), {}),
     Program("decode", "aoti", "decode.cpu-avx512.pt2", "bf16", NATIVE, DECODE, (), {}),
 )
+DECODE_PAGED = Signature(
+    inputs=(
+        TensorSpec("tokens", "i32", ("Rows", 1), TOKEN),
+        TensorSpec("positions", "i32", ("Rows",), Bounds(-1, MAX_SEQ - 1)),
+        TensorSpec("table", "i32", ("Rows", "Pages"), Bounds(0, 99, dim="PoolPages", offset=-1)),
+    ),
+    states=(StateSpec("pool.0.key", "bf16", ("PoolPages", 2, 16, 16)),),
+    outputs=(TensorSpec("logits", "bf16", ("Rows", VOCAB)),),
+    dims=(Dim("Rows", 1, 8), Dim("Pages", 1, 4), Dim("PoolPages", 1, 100)),
+)
+PAGED = Program("decode_paged", "pt2", "decode.pt2", "bf16", Target("cpu"), DECODE_PAGED, (), {})
+"""Of a bundle that serves; in none that does not say so."""
 FILES = {
     "weights.safetensors": b"w" * 2000,
     "tokenizer.json": b"{}",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from llama_export.page.timings import (
     read_timings,
 )
 from tests.cli.running import invoke
-from tests.cli.synthetic import write_bundle
+from tests.cli.synthetic import PAGED, PROGRAMS, write_bundle
 
 MACHINE = Machine("a cpu", 2, 80e9, 900e9, 500e9)
 ROWS = (
@@ -51,7 +52,7 @@ def test_the_table(settings: list[Any], tmp_path: Path) -> None:
     for text in ("101.5 (99.0-103.5)", "57.2 (56.0-58.5)", "1.25", "412.0 MB", "34.5%"):
         assert text in own
     assert "tokens equal: 128 of 128" in peer
-    assert workload == "decode: prompt 32, new tokens 32, rows 1, runs 5"
+    assert workload == "decode: prompt 32, rows 1, new tokens 32, runs 5"
     assert machine.endswith("reads 80.0 GB/s, products bf16 900, f32 500 GFLOP/s")
     assert (settings[0].peers, settings[0].formats) == (("transformers",), (None,))
 
@@ -64,31 +65,61 @@ def test_json_and_record_are_the_same(settings: list[Any], tmp_path: Path) -> No
     assert settings[0].threads == 3
 
 
-def test_the_table_of_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from llama_export.bench import setting
+SERVED = Timings(
+    (
+        Timing(
+            "aoti, 8 at a time",
+            decode_tok_s=50.0,
+            decode_tok_s_range=(49.0, 52.5),
+            peak_memory_bytes=412_000_000,
+            notes="4.17 x one at a time",
+            latency=Latency((1, 2, 3), (0.5, 0.6, 0.7), 4, 9, 150.25, (149.0, 151.0), 0.054),
+        ),
+        Timing("aoti, 1 at a time", decode_tok_s=12.0, latency=Latency((1, 2, 3), (), 1, 9)),
+    ),
+    "2026-03-01",
+    {},
+    MACHINE,
+    Workload("serve", 1024, 8, 5, requests=2000, concurrency=8, alone=16),
+)
 
-    latency = Latency((1.0, 2.0, 3.0), (0.5, 0.6, 0.7), 4, 9)
-    rows = (Timing("aoti, 4 at a time", 1.0, 50.0, latency=latency),)
-    work = Workload("serve", 32, 8, 5, requests=16, concurrency=4)
-    timings = Timings(rows, "2026-03-01", {}, MACHINE, work)
-    monkeypatch.setattr(serving, "measure", lambda *args, **others: timings)
-    monkeypatch.setattr(setting, "_STEP", {})
-    result = invoke("bench", write_bundle(tmp_path / "b"), "--workload", "serve")
-    row = result.stdout.splitlines()[1].split()
-    assert row[-12:] == [
-        "time",
-        "50.0",
-        "1.0",
-        "2.0",
-        "3.0",
-        "0.5",
-        "0.6",
-        "0.7",
-        "4",
-        "of",
-        "9",
-        "-",
+
+def test_the_table_of_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings: list[Any] = []
+
+    def measure(setting: Any, scratch: Path, **others: Any) -> Timings:
+        settings.append(setting)
+        return SERVED
+
+    monkeypatch.setattr(serving, "measure", measure)
+    bundle = write_bundle(tmp_path / "b", programs=(*PROGRAMS, PAGED))
+    words = ("--workload", "serve", "--requests", 2000, "--concurrency", 8, "--alone", 7)
+    lines = invoke("bench", bundle, *words).stdout.splitlines()
+    assert [re.split(r"  +", line, maxsplit=1)[0] for line in lines[1:9]] == [
+        "new tokens/s",
+        "tokens/s with prompts",
+        "first token ms, p50 / p95 / p99",
+        "next token ms, p50 / p95 / p99",
+        "pages at most",
+        "outside of programs",
+        "memory",
+        "notes",
     ]
+    cells = [line[len("first token ms, p50 / p95 / p99") :].strip() for line in lines[:9]]
+    assert [re.split(r"  +", cell) for cell in cells] == [
+        ["AOTI, 8 AT A TIME", "AOTI, 1 AT A TIME"],
+        ["50.0 (49.0-52.5)", "12.0"],
+        ["150.2 (149.0-151.0)", "-"],
+        ["1.0 / 2.0 / 3.0", "1.0 / 2.0 / 3.0"],
+        ["0.5 / 0.6 / 0.7", "-"],
+        ["4 of 9", "1 of 9"],
+        ["5.4%", "-"],
+        ["412.0 MB", "-"],
+        ["4.17 x one at a time", "-"],
+    ]
+    assert lines[10] == "serve: 2,000 requests, prompts up to 1,024, new tokens 8, runs 5"
+    (setting,) = settings
+    assert (setting.requests, setting.concurrency, setting.alone) == (2000, 8, 7)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +131,11 @@ def test_the_table_of_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (["--plot", "a.pdf"], "expected `--plot` FILE.png or FILE.svg, got `a.pdf`"),
         (["--compare", "vllm"], "'vllm' is not one of"),
         (["--runs", "0"], "0 is not in the range"),
+        (["--alone", "4"], "`--alone` needs `--workload serve`, got decode"),
+        (
+            ["--requests", "4", "--workload", "load"],
+            "`--requests` needs `--workload serve`, got load",
+        ),
     ],
 )
 def test_wrong_usage(words: list[str], message: str) -> None:

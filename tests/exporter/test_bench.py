@@ -20,13 +20,12 @@ from llama_artifacts.errors import (
     VerificationError,
 )
 from llama_artifacts.manifest import Manifest, Program
-from llama_export.bench import figures, plot, remote, rounds, serving, setting, worker
+from llama_export.bench import figures, plot, remote, rounds, setting, worker
 from llama_export.bench.methods import Setup
 from llama_export.bench.peers import bundle as bundle_peer
 from llama_export.bench.peers import transformers as transformers_peer
 from llama_export.bench.record import record
-from llama_export.bench.serve import Server
-from llama_export.bench.setting import Setting, make_setting
+from llama_export.bench.setting import make_setting
 from llama_export.bench.tokens import agreement
 from llama_export.page.timings import (
     FILE_NAME,
@@ -38,7 +37,7 @@ from llama_export.page.timings import (
     read_timings,
 )
 from llama_export.report import Reporter
-from tests.cli.synthetic import MODEL, write_bundle
+from tests.cli.synthetic import MODEL, PAGED, PROGRAMS, write_bundle
 
 MACHINE = Machine("cpu", 2, 80e9, 900e9, 500e9)
 
@@ -124,6 +123,30 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
 def test_serving_needs_paged_entries(tmp_path: Path) -> None:
     with pytest.raises(CompatibilityError, match="expected the entry `decode_paged`"):
         make_setting(write_bundle(tmp_path / "b"), "serve", runs=1, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (32, 4, 16)),
+        ({"requests": 5}, (5, 4, 5)),
+        ({"requests": 9, "concurrency": 8, "alone": 0}, (9, 8, 0)),
+    ],
+)
+def test_how_many_requests(
+    tmp_path: Path, asked: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    bundle = write_bundle(tmp_path / "b", programs=(*PROGRAMS, PAGED))
+    made = make_setting(bundle, "serve", runs=1, threads=1, **asked)  # type: ignore[arg-type]
+    assert (made.requests, made.concurrency, made.alone) == expected
+    other = make_setting(bundle, "decode", runs=1, threads=1)
+    assert (other.requests, other.concurrency, other.alone) == (0, 1, 0)
+
+
+def test_more_requests_in_flight_than_rows_are_refused(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "b", programs=(*PROGRAMS, PAGED))
+    with pytest.raises(InputError, match="expected at most 8 requests in flight, got 9"):
+        make_setting(bundle, "serve", runs=1, threads=1, concurrency=9)
 
 
 # Agreement
@@ -318,115 +341,6 @@ def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(CompatibilityError, match="`transformers`, which is not installed") as got:
         transformers_peer.prepare(Setup("transformers", tmp_path, tmp_path, 1, 8))
     assert got.value.hint == "pip install transformers"
-
-
-# Serving, with an engine that is none
-
-
-@dataclasses.dataclass
-class Output:
-    request_id: str
-    token: int | None = None
-    finish_reason: str | None = None
-    error: Exception | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-@dataclasses.dataclass
-class Stats:
-    pages_used: int
-    pages_total: int = 9
-
-
-class FakeEngine:
-    """Gives every request one token a step: the length of its prompt, or `odd` beside others."""
-
-    def __init__(self, rows: int, odd: int = 0) -> None:
-        self.rows, self.odd = rows, odd
-        self.jobs: dict[str, list[int]] = {}
-        self.most = 0
-
-    def add(self, request: tuple[str, Sequence[int], int]) -> None:
-        name, prompt, num_new = request
-        self.jobs[name] = [len(prompt), num_new]
-        assert len(self.jobs) <= self.rows
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.jobs)
-
-    @property
-    def stats(self) -> Stats:
-        return Stats(len(self.jobs))
-
-    def step(self) -> list[Output]:
-        outputs, extra = [], self.odd if len(self.jobs) > 1 else 0
-        for name, job in list(self.jobs.items()):
-            job[1] -= 1
-            reason = None if job[1] else "length"
-            top = ((job[0], -0.5), (job[0] + 1, -0.6))
-            outputs.append(Output(name, job[0] + extra, reason, top_logprobs=top))
-            if not job[1]:
-                del self.jobs[name]
-        return outputs
-
-
-def server(odd: int = 0) -> Server:
-    def request(name: str, prompt: Sequence[int], num_new: int, **options: Any) -> Any:
-        return name, prompt, num_new
-
-    return Server(lambda rows: FakeEngine(rows, odd), request, "fake")
-
-
-def test_a_server_keeps_so_many_in_flight() -> None:
-    answer = server().serve([[1], [1, 2], [1, 2, 3]], 2, 2)
-    assert answer["tokens"] == [[1, 1], [2, 2], [3, 3]]
-    assert (len(answer["ttft_ms"]), len(answer["token_ms"])) == (3, 3)
-    assert (answer["pages_peak"], answer["pages_total"]) == (2, 9)
-
-
-def test_a_server_tells_how_close_a_token_was() -> None:
-    assert server().margin([1, 2], 3)["margin"] == pytest.approx(0.1)
-    assert server().margin([1, 2], 9)["margin"] == float("inf")
-
-
-class ServerProcess(Fake):
-    def __init__(self, server: Server, log: list[str]) -> None:
-        super().__init__("serve", (), log)
-        self.server = server
-
-    def call(self, do: str, **values: Any) -> dict[str, Any]:
-        found: dict[str, Any] = getattr(self.server, do)(**values)
-        return found
-
-
-def served(tmp_path: Path, odd: int) -> Timings:
-    bundle = open_bundle(write_bundle(tmp_path / "b"))
-    step = bundle.manifest.programs[1]
-    made = Setting(bundle, {}, "serve", step, 8, 3, 2, 1, requests=5, concurrency=3)
-    assert [len(prompt) for prompt in made.prompts()] == [len(p) for p in made.prompts()]
-    log: list[str] = []
-    return serving.measure(
-        made,
-        tmp_path,
-        reporter=Reporter(),
-        start=lambda kind, setup: ServerProcess(server(odd), log),
-        start_machine=lambda threads: Fake("machine", (), log),
-    )
-
-
-@pytest.mark.parametrize(("odd", "num_equal"), [(0, 5), (1, 0)])
-def test_serving_together_and_alone(tmp_path: Path, odd: int, num_equal: int) -> None:
-    timings = served(tmp_path, odd)  # the odd token is a tie within what bf16 can tell
-    assert [row.method for row in timings.rows] == ["fake, 3 at a time", "fake, 1 at a time"]
-    assert timings.rows[0].notes == f"tokens equal: {num_equal} of 5 requests"
-    assert timings.rows[0].latency is not None
-    assert len(timings.rows[0].latency.token_ms) == 3
-
-
-def test_serving_that_depends_on_others_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="expected the tokens that request 0 has alone"):
-        served(tmp_path, odd=2)
 
 
 # What is kept and drawn

@@ -112,6 +112,7 @@ def workload(setting: Setting, cost: Cost | None) -> Workload:
         rows=1 if setting.requests else setting.manifest.batch,
         requests=setting.requests,
         concurrency=setting.concurrency,
+        alone=setting.alone if setting.concurrency > 1 else 0,
         step_bytes=cost.step_bytes if cost else None,
         prompt_flops=cost.prompt_flops if cost else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from llama_runtime.engine import Engine, Request
 
 NUM_TOP = 8
 """Likeliest tokens that are asked for where two ways of serving differ."""
+WARM_UP_TOKENS = 4
+"""New tokens of a request that is not timed."""
 
 
 class Server:
@@ -65,50 +68,55 @@ class Server:
         """Memory of the process."""
         return {"peak_memory_bytes": peak_bytes()}
 
+    def warm_up(self, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, Any]:
+        """Runs every program of the engine: prompts, prompts beside steps (of two and more), steps."""
+        engine = self._make_engine(concurrency)
+        for index, prompt in enumerate(prompts):
+            engine.add(self._make_request(str(index), prompt, WARM_UP_TOKENS))
+            # The next one comes while this one takes steps.
+            while engine.has_work and not _checked(engine.step()):
+                pass
+        while engine.has_work:
+            _checked(engine.step())
+        return {}
+
     def serve(
         self, prompts: Sequence[Sequence[int]], num_new: int, concurrency: int
     ) -> dict[str, Any]:
         """Serves every prompt, in order, a new one as soon as fewer than `concurrency` are under way.
 
         Returns:
-            `seconds` of the whole; `ttft_ms` of each request from when it was handed to the
+            `seconds` of the whole, `step_s` of them in the engine's steps, and `program_s` of
+            these in its programs; `ttft_ms` of each request from when it was handed to the
             engine; `token_ms`, all times from one token of a request to its next; `pages_peak` and
             `pages_total`; `tokens` of each request.
         """
         engine = self._make_engine(concurrency)
         queue = deque(enumerate(prompts))
-        tokens: list[list[int]] = [[] for _ in prompts]
-        last: dict[int, float] = {}
-        ttft_ms: list[float] = []
-        token_ms: list[float] = []
-        pages_peak = 0
+        log = _Log([[] for _ in prompts])
+        step_s = 0.0
         started = time.perf_counter()
         while queue or engine.has_work:
-            while queue and len(last) < concurrency:
+            while queue and len(log.last) < concurrency:
                 index, prompt = queue.popleft()
                 engine.add(self._make_request(str(index), prompt, num_new))
-                last[index] = time.perf_counter()
+                log.last[index] = time.perf_counter()
+            began = time.perf_counter()
             outputs = engine.step()
             now = time.perf_counter()
-            pages_peak = max(pages_peak, engine.stats.pages_used)
-            for output in outputs:
-                index = int(output.request_id)
-                if output.error is not None:
-                    raise output.error
-                if output.token is not None:
-                    waits = token_ms if tokens[index] else ttft_ms
-                    waits.append(1000 * (now - last[index]))
-                    tokens[index].append(output.token)
-                    last[index] = now
-                if output.finish_reason is not None:
-                    del last[index]
+            step_s += now - began
+            log.see(_checked(outputs), now, engine.stats.pages_used)
+        seconds = time.perf_counter() - started
+        stats = engine.stats
         return {
-            "seconds": time.perf_counter() - started,
-            "ttft_ms": ttft_ms,
-            "token_ms": token_ms,
-            "pages_peak": pages_peak,
-            "pages_total": engine.stats.pages_total,
-            "tokens": tokens,
+            "seconds": seconds,
+            "step_s": step_s,
+            "program_s": stats.program_s,
+            "ttft_ms": log.ttft_ms,
+            "token_ms": log.token_ms,
+            "pages_peak": log.pages_peak,
+            "pages_total": stats.pages_total,
+            "tokens": log.tokens,
         }
 
     def margin(self, tokens: Sequence[int], token: int) -> dict[str, Any]:
@@ -120,9 +128,45 @@ class Server:
         engine.add(self._make_request("margin", tokens, 1, num_logprobs=NUM_TOP))
         top: list[tuple[int, float]] = []
         while engine.has_work:
-            for output in engine.step():
-                if output.error is not None:
-                    raise output.error
+            for output in _checked(engine.step()):
                 top = list(output.top_logprobs) or top
         found = dict(top)
         return {"margin": top[0][1] - found.get(token, float("-inf"))}
+
+
+@dataclass
+class _Log:
+    """What requests got, and when.
+
+    Attributes:
+        tokens: of each request.
+        last: when the requests under way were handed over, or had their last token.
+        ttft_ms: see `Server.serve`; so are the others.
+    """
+
+    tokens: list[list[int]]
+    last: dict[int, float] = field(default_factory=dict)
+    ttft_ms: list[float] = field(default_factory=list)
+    token_ms: list[float] = field(default_factory=list)
+    pages_peak: int = 0
+
+    def see(self, outputs: Sequence[Any], now: float, pages_used: int) -> None:
+        """Takes what a step gave."""
+        self.pages_peak = max(self.pages_peak, pages_used)
+        for output in outputs:
+            index = int(output.request_id)
+            if output.token is not None:
+                waits = self.token_ms if self.tokens[index] else self.ttft_ms
+                waits.append(1000 * (now - self.last[index]))
+                self.tokens[index].append(output.token)
+                self.last[index] = now
+            if output.finish_reason is not None:
+                del self.last[index]
+
+
+def _checked(outputs: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a step, none of which is a failure."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return outputs

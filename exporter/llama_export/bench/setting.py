@@ -18,6 +18,8 @@ SEED = 20
 PROMPT_LEN = {"decode": 512, "prefill": 512, "load": 16, "serve": 128}
 NEW_TOKENS = {"decode": 128, "prefill": 1, "load": 1, "serve": 32}
 """Of the workloads where nobody says otherwise and the bundle has the room."""
+REQUESTS, CONCURRENCY, ALONE = 32, 4, 16
+"""Of `serve`. One at a time, 16 requests take seconds where hundreds of them take minutes."""
 
 _STEP = {"serve": "decode_paged"}
 
@@ -38,7 +40,8 @@ class Setting:
         formats: of the bundle; None stands for the best that fits.
         peers: names of `methods.PEERS`.
         requests: of `serve`.
-        concurrency: of `serve`.
+        concurrency: of `serve`: most requests in flight.
+        alone: of `serve`: how many of the requests, the first ones, are served one at a time too.
         weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
     """
 
@@ -54,6 +57,7 @@ class Setting:
     peers: tuple[str, ...] = ()
     requests: int = 0
     concurrency: int = 1
+    alone: int = 0
     weights_dir: Path | None = None
 
     @property
@@ -87,8 +91,9 @@ def make_setting(
     new_tokens: int | None = None,
     formats: tuple[Format, ...] = (),
     peers: tuple[str, ...] = (),
-    requests: int = 0,
-    concurrency: int = 1,
+    requests: int | None = None,
+    concurrency: int | None = None,
+    alone: int | None = None,
     weights_dir: Path | None = None,
 ) -> Setting:
     """Opens a bundle and fills in what was not said.
@@ -96,25 +101,27 @@ def make_setting(
     Raises:
         ManifestError, IntegrityError: the bundle is damaged.
         CompatibilityError: it lacks the entries of the workload, or a format that was named.
-        InputError: prompt and new tokens need more positions than it has.
+        InputError: prompt and new tokens need more positions than it has, or the requests in
+            flight more rows.
     """
     bundle = open_bundle(folder)
     places = find_weights(bundle, weights_dir=weights_dir)
     prompt_len, new_tokens = _lengths(bundle.manifest, name, prompt_len, new_tokens)
+    step = _step(bundle, name)
+    serving = _serving(step, requests, concurrency, alone) if name == "serve" else {}
     return Setting(
         bundle=bundle,
         places=places,
         name=name,
-        step=_step(bundle, name),
+        step=step,
         prompt_len=prompt_len,
         new_tokens=new_tokens,
         runs=runs,
         threads=threads,
         formats=formats or (None,),
         peers=peers,
-        requests=requests if name == "serve" else 0,
-        concurrency=concurrency if name == "serve" else 1,
         weights_dir=weights_dir,
+        **serving,
     )
 
 
@@ -128,6 +135,25 @@ def _step(bundle: Bundle, name: WorkloadName) -> Program:
         where=bundle.folder,
         hint=f"build it with --entry {'serving' if entry == 'decode_paged' else 'decode'}",
     )
+
+
+def _serving(
+    step: Program, requests: int | None, concurrency: int | None, alone: int | None
+) -> dict[str, int]:
+    """What was asked for; else the usual, or what there are rows and requests for."""
+    size = next(spec.shape[0] for spec in step.signature.inputs if spec.name == "table")
+    num_rows = size if isinstance(size, int) else step.signature.dim(size).max
+    requests = REQUESTS if requests is None else requests
+    if concurrency is None:
+        concurrency = min(CONCURRENCY, num_rows)
+    if concurrency > num_rows:
+        raise InputError(
+            f"expected at most {num_rows} requests in flight, got {concurrency}",
+            where="concurrency",
+            hint="lower it, or build with a larger --rows",
+        )
+    alone = min(ALONE if alone is None else alone, requests)
+    return {"requests": requests, "concurrency": concurrency, "alone": alone}
 
 
 def _lengths(

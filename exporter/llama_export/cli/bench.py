@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,8 @@ EXAMPLES = (
     ),
     ("From start to first token:", "llama-export bench smollm2-135m --workload load --runs 9"),
     (
-        "Sixteen requests, eight in flight:",
-        "llama-export bench serving --workload serve --requests 16 --concurrency 8",
+        "64 requests of up to 128 prompt tokens, sixteen in flight:",
+        "llama-export bench serving --workload serve --requests 64 --concurrency 16",
     ),
     (
         "Kept in the bundle, and as a picture:",
@@ -43,12 +44,8 @@ EXAMPLES = (
     ),
 )
 WORKLOADS = ("decode", "prefill", "load", "serve")
-WORK, PROGRAM, RESULT = "Workload", "Program", "Result"
+WORK, SERVING, PROGRAM, RESULT = "Workload", "Of the workload serve", "Program", "Result"
 COLUMNS = ("method", "tok/s", "first token ms", "load s", "memory", "disk", "of limit", "notes")
-SERVE_COLUMNS = (
-    *("method", "tok/s", "first token ms p50", "p95", "p99"),
-    *("next token ms p50", "p95", "p99", "pages", "memory"),
-)
 
 
 class BenchCommand(Command):
@@ -99,19 +96,27 @@ class BenchCommand(Command):
 )
 @option(
     "--requests",
-    group=WORK,
+    group=SERVING,
     type=click.IntRange(1),
-    default=32,
     metavar="N",
-    help="Requests of `serve`.",
+    show_default="32",
+    help="Requests; a new one comes as soon as another has ended.",
 )
 @option(
     "--concurrency",
-    group=WORK,
+    group=SERVING,
     type=click.IntRange(1),
-    default=4,
     metavar="N",
-    help="Requests in flight of `serve`, compared with one at a time.",
+    show_default="4, or the bundle's rows",
+    help="Requests in flight.",
+)
+@option(
+    "--alone",
+    group=SERVING,
+    type=click.IntRange(0),
+    metavar="N",
+    show_default="16, or all",
+    help="How many of the requests, the first ones, to serve one at a time too, to compare; 0: none.",
 )
 @formats_option(
     "A format to run; repeat it for several, in turn.",
@@ -151,8 +156,9 @@ def command(
     runs: int,
     prompt_len: int | None,
     new_tokens: int | None,
-    requests: int,
-    concurrency: int,
+    requests: int | None,
+    concurrency: int | None,
+    alone: int | None,
     formats: tuple[Format, ...],
     threads: int | None,
     weights_dir: Path | None,
@@ -168,8 +174,14 @@ def command(
     timed. Figures are medians with quartiles. What the machine can do at most (bytes read per
     second, matrix products) is measured between the runs. The figures of a peer are shown only if
     it gives the bundle's tokens, up to a tie within the rounding of the dtype.
+
+    `serve` puts requests through one engine, greedily, without a prefix cache. Its figures are
+    tokens per second of all requests together, percentiles of the time from a request to its first
+    token and from there to each next one, the most pages in use, and the share of the engine's time
+    that no program takes. The first requests, served one at a time, must have the same tokens.
     """
-    _check_usage(workload, peers, formats, plot)
+    serving = {"requests": requests, "concurrency": concurrency, "alone": alone}
+    _check_usage(workload, peers, formats, plot, serving)
     from llama_export.bench.machine import num_cores
     from llama_export.bench.setting import make_setting
 
@@ -182,8 +194,7 @@ def command(
         new_tokens=new_tokens,
         formats=formats,
         peers=peers,
-        requests=requests,
-        concurrency=concurrency,
+        **serving,
         weights_dir=weights_dir,
     )
     timings = _measure(setting, plot)
@@ -198,8 +209,15 @@ def command(
 
 
 def _check_usage(
-    workload: str, peers: tuple[str, ...], formats: tuple[Format, ...], plot: Path | None
+    workload: str,
+    peers: tuple[str, ...],
+    formats: tuple[Format, ...],
+    plot: Path | None,
+    serving: Mapping[str, int | None],
 ) -> None:
+    for name, value in serving.items():
+        if workload != "serve" and value is not None:
+            raise click.UsageError(f"`--{name}` needs `--workload serve`, got {workload}")
     if workload == "serve" and peers:
         raise click.UsageError("`--workload serve` compares with one request at a time, no PEER")
     if workload == "serve" and len(formats) > 1:
@@ -231,12 +249,14 @@ def _show(timings: Timings) -> None:
     assert machine is not None
     assert workload is not None
     if workload.requests:
-        output.write_table([_serve_row(row) for row in timings.rows], columns=SERVE_COLUMNS)
+        columns = ("", *(row.method for row in timings.rows))
+        output.write_table(_serve_table(timings.rows), columns=columns)
+        work = f"{workload.requests:,} requests, prompts up to {workload.prompt_len:,}"
     else:
         output.write_table([_row(row) for row in timings.rows], columns=COLUMNS)
+        work = f"prompt {workload.prompt_len:,}, rows {workload.rows}"
     output.write(
-        f"\n{workload.name}: prompt {workload.prompt_len:,}, new tokens {workload.new_tokens:,}, "
-        f"rows {workload.rows}, runs {workload.runs}\n"
+        f"\n{workload.name}: {work}, new tokens {workload.new_tokens:,}, runs {workload.runs}\n"
         f"machine: {machine.cpu}, threads {machine.threads}, "
         f"reads {machine.read_bytes_s / 1e9:.1f} GB/s, "
         f"products bf16 {machine.bf16_flop_s / 1e9:,.0f}, f32 {machine.f32_flop_s / 1e9:,.0f}"
@@ -257,17 +277,30 @@ def _row(row: Timing) -> tuple[str, ...]:
     )
 
 
-def _serve_row(row: Timing) -> tuple[str, ...]:
+def _serve_table(rows: Sequence[Timing]) -> list[tuple[str, ...]]:
+    """A line for each figure, since there are more figures than ways to serve."""
+    columns = [_serve_column(row) for row in rows]
+    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+
+
+def _serve_column(row: Timing) -> dict[str, str]:
     latency = row.latency
     assert latency is not None
-    waits = [f"{value:.1f}" for value in (*latency.ttft_ms, *latency.token_ms)]
-    return (
-        row.method,
-        _spread(row.decode_tok_s, row.decode_tok_s_range, 1),
-        *(waits + ["-"] * (6 - len(waits))),
-        f"{latency.pages_peak:,} of {latency.pages_total:,}",
-        "-" if row.peak_memory_bytes is None else show_bytes(row.peak_memory_bytes),
-    )
+    share = latency.host_share
+    return {
+        "new tokens/s": _spread(row.decode_tok_s, row.decode_tok_s_range, 1),
+        "tokens/s with prompts": _spread(latency.all_tok_s, latency.all_tok_s_range, 1),
+        "first token ms, p50 / p95 / p99": _waits(latency.ttft_ms),
+        "next token ms, p50 / p95 / p99": _waits(latency.token_ms),
+        "pages at most": f"{latency.pages_peak:,} of {latency.pages_total:,}",
+        "outside of programs": "-" if share is None else f"{share:.1%}",
+        "memory": "-" if row.peak_memory_bytes is None else show_bytes(row.peak_memory_bytes),
+        "notes": row.notes or "-",
+    }
+
+
+def _waits(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values) or "-"
 
 
 def _spread(value: float | None, ends: tuple[float, ...], digits: int) -> str:

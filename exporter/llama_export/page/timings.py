@@ -15,19 +15,26 @@ MAX_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Latency:
-    """How long requests waited that shared an engine.
+    """How requests fared that shared an engine.
 
     Attributes:
         ttft_ms: milliseconds to the first token: percentiles 50, 95 and 99.
         token_ms: milliseconds from one token to the next: percentiles 50, 95 and 99.
         pages_peak: most pages of the pool that texts had after a step.
         pages_total: pages of the pool.
+        all_tok_s: tokens per second of all requests together, those of their prompts included.
+        all_tok_s_range: quartiles of `all_tok_s` over the runs.
+        host_share: the share of the time of the engine's steps that is not spent in a program:
+            planning, making inputs, choosing tokens.
     """
 
     ttft_ms: tuple[float, ...]
     token_ms: tuple[float, ...]
     pages_peak: int
     pages_total: int
+    all_tok_s: float | None = None
+    all_tok_s_range: tuple[float, ...] = ()
+    host_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class Timing:
     Attributes:
         method: what ran, such as `aoti, 2 threads`.
         ttft_ms: milliseconds to the first token.
-        decode_tok_s: tokens per second after it; of all requests together where they share an
-            engine.
+        decode_tok_s: tokens per second after it; new tokens of all requests together where they
+            share an engine.
         load_s: seconds until the first call could be made; of `llama-export bench`, from the start
             of the process to its first token.
         peak_memory_bytes: most memory of the process.
@@ -105,6 +112,7 @@ class Workload:
         rows: texts side by side in one call; 1 where requests come one by one.
         requests: how many there were; 0 where the workload is one text.
         concurrency: most requests in flight.
+        alone: how many of the requests, the first ones, were served one at a time too.
         step_bytes: bytes that one step must read: weights and the positions in use.
         prompt_flops: floating point operations of the prompt.
     """
@@ -116,6 +124,7 @@ class Workload:
     rows: int = 1
     requests: int = 0
     concurrency: int = 1
+    alone: int = 0
     step_bytes: int | None = None
     prompt_flops: int | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ _MAX_DEFAULT_BYTES = 2 << 30
 class Programs:
     """Runs plans. The pool has `num_pages` pages for texts and the scratch page.
 
+    Attributes:
+        seconds: time that calls of programs have taken, without making their inputs.
+
     Raises:
         SessionError: the bundle lacks an entry, or its entries keep different states.
         InputError: rows or pages are out of the programs' ranges.
@@ -50,6 +54,7 @@ class Programs:
                 where=bundle.folder,
                 hint="load the bundle in one format",
             )
+        self.seconds = 0.0
         self.vocab_size = bundle.manifest.model.vocab_size
         self.page_len = int(signatures[0].states[0].shape[_PLACE_AXIS])
         self.max_rows = self._max_rows(rows)
@@ -79,7 +84,9 @@ class Programs:
         name = MIXED if plan.prompts and plan.steps else PREFILL if plan.prompts else DECODE
         sizes = self._ranges[name].fit(plan, self.page_len)
         inputs = batch.inputs(plan, sizes, self.page_len)
+        started = time.perf_counter()
         logits = self._entries[name].run(self._states, inputs)[0]
+        self.seconds += time.perf_counter() - started
         _, rows = batch.asked(plan, sizes)
         return logits if rows == list(range(len(logits))) else logits[rows]
 

@@ -68,6 +68,11 @@ class Scheduler:
         self._can_mix = can_mix
         self._is_turn_of_steps = False
 
+    @property
+    def first(self) -> Job | None:
+        """The job that was added first of those that have not ended."""
+        return next(iter((*self.running, *self.waiting)), None)
+
     def plan(self) -> Plan:
         """The next call; every piece has its pages. Empty when there is nothing to do."""
         steps: tuple[Piece, ...] = ()

@@ -122,4 +122,5 @@ class FakeEngine:
             generated_tokens=self._num_generated,
             num_preemptions=0,
             num_steps=self.num_steps,
+            program_s=0.0,
         )
