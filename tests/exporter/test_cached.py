@@ -27,6 +27,7 @@ class Case:
     width: int
     page: int
     num_tokens: int
+    q_dtype: torch.dtype = torch.float32
 
     def arguments(self) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(self.width * 1000 + self.page * 10 + self.group)
@@ -41,15 +42,19 @@ class Case:
         last = NUM_COLUMNS * self.page - 1
         positions = torch.randint(last, (self.num_tokens,), generator=generator).int()
         positions[0], positions[-1] = 0, last
-        return q, keys, values, table, rows, positions
+        return q.to(self.q_dtype), keys, values, table, rows, positions
 
 
 CASES = [
     Case(torch.bfloat16, 3, 3, 64, 16, 7),
+    Case(torch.bfloat16, 3, 3, 64, 16, 8, torch.bfloat16),
+    Case(torch.bfloat16, 1, 2, 32, 100, 9, torch.bfloat16),
+    Case(torch.bfloat16, 2, 2, 64, 64, 9, torch.bfloat16),
     Case(torch.bfloat16, 2, 4, 128, 16, 40),
     Case(torch.bfloat16, 1, 8, 80, 100, 1),
     Case(torch.float16, 2, 1, 64, 24, 9),
     Case(torch.float32, 2, 2, 16, 1, 30),
+    Case(torch.float32, 2, 3, 48, 32, 11),
     Case(torch.float32, 1, 7, 48, 200, 5),
 ]
 

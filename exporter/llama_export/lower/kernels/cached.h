@@ -11,6 +11,20 @@ constexpr int heads_at_once(int group, int width) {
   return heads > 1 ? heads : 1;
 }
 
+// Scores of `Heads` query heads with the two times 16 keys that begin at `first` and `second`. Keys
+// are laid out as a panel, since a sum over the lanes of a vector for each score costs more. Also
+// of one head, so that a score does not depend on how many are taken together.
+template <typename Tile, int Heads, int Words>
+inline void score(const float* q, const float* first, const float* second, float* scores,
+                  int64_t stride) {
+  alignas(64) float panel[Words * columns];
+  for (int k = 0; k < Words; k += 16) {
+    at::vec::transpose_mxn<float, 16, 16>(first + k, Words, panel + k * columns, columns);
+    at::vec::transpose_mxn<float, 16, 16>(second + k, Words, panel + k * columns + 16, columns);
+  }
+  Tile::template tile<Heads>(q, Words, panel, scores, stride);
+}
+
 // Attention of `Heads` query heads of one token that share a key/value head, over `count` places.
 // `page(i)` is where the i-th page of this head begins.
 template <typename Q, typename T, int Heads, int Width, int Page, typename PageOf>
@@ -18,8 +32,9 @@ inline void attend(const Q* q, const T* keys, const T* values, int64_t count, fl
                    const PageOf& page, float* out) {
   constexpr int parts = Width / lanes;
   constexpr int loads = at::vec::Vectorized<T>::size() / lanes;  // vectors of floats in one of T
-  constexpr int block = Page < 64 ? Page : 64;
+  constexpr int block = 64;
   static_assert(Width % 16 == 0);
+  const auto place = [&](int64_t i) { return page(i / Page) + i % Page * Width; };
   const auto load = [](const T* from, int part) {
     if constexpr (std::is_same_v<T, float>)
       return Float::loadu(from + part * lanes);
@@ -35,25 +50,42 @@ inline void attend(const Q* q, const T* keys, const T* values, int64_t count, fl
   };
   Float wanted[Heads][parts], sums[Heads][parts];
   float largest[Heads], total[Heads];
+  alignas(64) float scaled[Heads][Width];
 #pragma GCC unroll 16
   for (int h = 0; h < Heads; ++h) {
-    alignas(64) float scaled[Width];
-    for (int d = 0; d < Width; ++d) scaled[d] = static_cast<float>(q[h * Width + d]) * scale;
+    for (int d = 0; d < Width; ++d) scaled[h][d] = static_cast<float>(q[h * Width + d]) * scale;
 #pragma GCC unroll 16
     for (int p = 0; p < parts; ++p) {
-      wanted[h][p] = Float::loadu(scaled + p * lanes);
+      wanted[h][p] = Float::loadu(scaled[h] + p * lanes);
       sums[h][p] = Float(0.0f);
     }
     largest[h] = -std::numeric_limits<float>::infinity();
     total[h] = 0.0f;
   }
-  alignas(64) float weights[Heads][64];
-  int num = 0;
-  for (int64_t first = 0; first < count; first += num) {
-    const int64_t offset = page(first / Page) + first % Page * Width;
-    num = static_cast<int>(std::min<int64_t>({block, count - first, Page - first % Page}));
-    for (int j = 0; j < num; ++j) {
-      const T* key = keys + offset + j * Width;
+  alignas(64) float weights[Heads][block];
+  for (int64_t first = 0; first < count; first += block) {
+    const int num = static_cast<int>(std::min<int64_t>(block, count - first));
+    int j = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<Q, at::BFloat16> && std::is_same_v<T, at::BFloat16> &&
+                  Width % 32 == 0 && Page % 16 == 0) {
+      const auto words = [&](int64_t i) { return reinterpret_cast<const float*>(keys + place(i)); };
+      for (; Pairs::is_there() && j + columns <= num; j += columns) {
+        score<Pairs, Heads, Width / 2>(reinterpret_cast<const float*>(q), words(first + j),
+                                       words(first + j + 16), weights[0] + j, block);
+        for (int h = 0; h < Heads; ++h)
+          for (int i = j; i < j + columns; i += lanes)
+            (Float::loadu(weights[h] + i) * Float(scale)).store(weights[h] + i);
+      }
+    }
+#endif
+    if constexpr (std::is_same_v<Q, float> && std::is_same_v<T, float> && Page % 16 == 0) {
+      for (; j + columns <= num; j += columns)
+        score<Floats, Heads, Width>(scaled[0], keys + place(first + j),
+                                    keys + place(first + j + 16), weights[0] + j, block);
+    }
+    for (; j < num; ++j) {
+      const T* key = keys + place(first + j);
       Float found[parts];
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) found[p] = load(key, p);
@@ -68,12 +100,12 @@ inline void attend(const Q* q, const T* keys, const T* values, int64_t count, fl
 #pragma GCC unroll 16
     for (int h = 0; h < Heads; ++h) {
       float most = largest[h];
-      for (int j = 0; j < num; ++j) most = std::max(most, weights[h][j]);
-      for (int j = num; j % lanes; ++j) weights[h][j] = -std::numeric_limits<float>::infinity();
+      for (int i = 0; i < num; ++i) most = std::max(most, weights[h][i]);
+      for (int i = num; i % lanes; ++i) weights[h][i] = -std::numeric_limits<float>::infinity();
       Float added(0.0f);
-      for (int j = 0; j < num; j += lanes) {
-        const Float weight = (Float::loadu(weights[h] + j) - Float(most)).exp();
-        weight.store(weights[h] + j);
+      for (int i = 0; i < num; i += lanes) {
+        const Float weight = (Float::loadu(weights[h] + i) - Float(most)).exp();
+        weight.store(weights[h] + i);
         added = added + weight;
       }
       const float kept = std::exp(largest[h] - most);
@@ -82,8 +114,8 @@ inline void attend(const Q* q, const T* keys, const T* values, int64_t count, fl
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) sums[h][p] = sums[h][p] * Float(kept);
     }
-    for (int j = 0; j < num; ++j) {
-      const T* value = values + offset + j * Width;
+    for (j = 0; j < num; ++j) {
+      const T* value = values + place(first + j);
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) {
         const Float found = load(value, p);
