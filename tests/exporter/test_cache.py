@@ -207,6 +207,7 @@ def test_pruning_takes_the_least_recently_used(
     assert own.programs() == ()
 
 
+@pytest.mark.slow
 def test_the_command_lists_and_prunes(tiny_checkpoint: Path, tmp_path: Path) -> None:
     place = tmp_path / "cache"
     assert "0 programs" in invoke("cache", "list", "--cache-dir", place).stdout

@@ -109,6 +109,7 @@ def steps(folder: Path, format: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack(found, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize("kind", ["four_bits", "eight_bits"])
 def test_steps_are_those_of_the_decoded_weights(

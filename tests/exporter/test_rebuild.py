@@ -53,6 +53,7 @@ def test_the_command_takes_the_choices_from_the_bundle(bundle: Path, checkpoint:
     assert invoke("build", "--check", bundle).exit_code == 2  # a local model is to be named
 
 
+@pytest.mark.slow
 def test_other_weights_and_sizes_are_named(bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
     changed = shutil.copytree(checkpoint, tmp_path / "tiny")
     weights = load_file(changed / "model.safetensors")

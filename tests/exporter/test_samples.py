@@ -23,6 +23,8 @@ from llama_export.verify import verify
 from llama_runtime.tokenizer import Tokenizer
 from tests.runtime.loading import greedy_tokens, reduced, rewrite
 
+pytestmark = pytest.mark.slow  # it builds a bundle of its own
+
 
 class Notes(Reporter):
     def __init__(self) -> None:

@@ -82,6 +82,7 @@ def test_every_promised_dimension_is_a_symbol_over_its_whole_range(
             assert isinstance(size, torch.SymInt) == isinstance(declared, str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "fixed"),
     [(spec.name, dim.name) for spec in registry.entries() for dim in spec.dims],
@@ -141,6 +142,7 @@ def test_sizes_that_equal_an_example_size_do_not_confuse(batch: int) -> None:
     trace(job("prefill", batch=batch, max_seq=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 3, 4, 5])
 @pytest.mark.parametrize("entry", ["decode_paged", "prefill_paged", "step_paged"])
 def test_few_rows_are_dynamic_too(entry: str, rows: int) -> None:

@@ -87,6 +87,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_gradients_and_a_step_are_those_of_the_sequences_alone(kind: str, tmp_path: Path) -> None:
     checkpoint = write_tiny(tmp_path / "c", **CHECKPOINTS[kind])

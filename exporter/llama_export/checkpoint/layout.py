@@ -83,7 +83,7 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def matrix_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The same with the embedding [vocabulary, hidden]."""
+    """Weight shapes of all matrices, the embedding [vocabulary, hidden] among them, by module."""
     return {
         name.removesuffix(".weight"): shape
         for name, shape in _plain(config).items()
