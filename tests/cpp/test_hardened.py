@@ -16,7 +16,7 @@ from tests.cpp.test_format import complaints, wrong_lines
 
 pytestmark = pytest.mark.slow
 
-SECONDS = int(os.environ.get("LLAMA_RUNTIME_FUZZ_SECONDS", "20"))
+SECONDS = int(os.environ.get("LLAMA_RUNTIME_FUZZ_SECONDS", "60"))
 TARGETS = {"fuzz_manifest": "manifest.json", "fuzz_safetensors": "weights.safetensors"}
 ONCE_BROKE = {"fuzz_manifest": ("\U00029314".encode(),), "fuzz_safetensors": ()}
 """Inputs with which a reader failed, given to it again each time."""
