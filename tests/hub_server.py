@@ -7,10 +7,12 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,7 +30,7 @@ class Repository:
     messages: list[str] = field(default_factory=list)
 
     def commit(self, branch: str, files: Files, message: str) -> str:
-        text = repr((len(self.commits), sorted(files.items())))
+        text = repr((len(self.commits), sorted((name, _oid(data)) for name, data in files.items())))
         sha = hashlib.sha1(text.encode()).hexdigest()
         self.commits[sha] = files
         self.branches[branch] = sha
@@ -48,15 +50,29 @@ class Hub:
         url: its endpoint.
         repositories: by `owner/name`.
         cuts: files each transfer of which ends after so many bytes.
+        walls: files of which nothing beyond so many bytes arrives; there the connection ends,
+            or where it `hangs`, stays silent.
+        hangs: until when a transfer at its wall is silent; set: it ends at once.
         damages: files that arrive with their last byte changed.
+        ignores_ranges: whole files are sent whatever was asked for.
+        redirect: another hub's endpoint, which has the files' bytes; "": this one has.
         ranges: what was asked for of each file, in order: the `Range` header or "".
+        tokens: the Authorization header of each such request.
     """
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     cuts: dict[str, int] = field(default_factory=dict)
+    walls: dict[str, int] = field(default_factory=dict)
+    hangs: threading.Event = field(default_factory=threading.Event)
     damages: set[str] = field(default_factory=set)
+    ignores_ranges: bool = False
+    redirect: str = ""
     ranges: dict[str, list[str]] = field(default_factory=dict)
+    tokens: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hangs.set()
 
     def files(self, name: str, branch: str = "main") -> Files:
         repository = self.repositories[name]
@@ -79,6 +95,7 @@ def serving() -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.hangs.set()
             server.shutdown()
             thread.join()
 
@@ -88,6 +105,14 @@ def point_at(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + path)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+
+
+def wait_for_bytes(path: Path, num_bytes: int) -> None:
+    """Until a file that another process writes has so many bytes."""
+    end = time.monotonic() + 60
+    while not path.exists() or path.stat().st_size < num_bytes:
+        assert time.monotonic() < end, f"{path} did not grow to {num_bytes} bytes"
+        threading.Event().wait(0.02)  # time.sleep may be patched
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -174,25 +199,40 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             asked = self.headers.get("Range", "")
             self.hub.ranges.setdefault(path, []).append(asked)
-            start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+            self.hub.tokens.append(self.headers.get("Authorization"))
+            if asked and not self.hub.ignores_ranges:
+                start = int(asked.removeprefix("bytes=").rstrip("-"))
         etag = _oid(data)
         if path in self.hub.damages:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        self.send_response(206 if start else 200)
+        self.send_response(302 if self.hub.redirect else 206 if start else 200)
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", sha or "")
         self.send_header("Accept-Ranges", "bytes")
+        if self.hub.redirect:
+            self.send_header("X-Linked-Size", str(len(data)))
+            self.send_header("Location", f"{self.hub.redirect}{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         self.send_header("Content-Length", str(len(data) - start))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.end_headers()
-        if self.command == "HEAD":
-            return
+        if self.command == "GET":
+            self._send(path, data, start)
+
+    def _send(self, path: str, data: bytes, start: int) -> None:
         sent = data[start:]
         if path in self.hub.cuts:
             sent = sent[: self.hub.cuts[path]]
             self.close_connection = True
+        if path in self.hub.walls:
+            sent = data[start : self.hub.walls[path]]
+            self.close_connection = True
         self.wfile.write(sent)
+        if path in self.hub.walls:
+            self.hub.hangs.wait(60)
 
     def _commit(self, name: str, branch: str, body: bytes) -> None:
         repository = self.hub.repositories[name]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import llama_runtime
+from llama_artifacts import manifest as manifests
 from llama_artifacts.signature import Signature, resolve
 from llama_runtime.states import torch_dtype
 
@@ -102,14 +103,16 @@ def compare(folder: str, entry: str, format: Any, numbers: tuple[int, int, int |
 
 
 def main(arguments: list[str]) -> None:
-    """Every case in every format, or one case in this process."""
+    """Every case in every format that the bundle has, or one case in this process."""
     if arguments[0] == "--case":
         sys.stdout.write(json.dumps(measure(*json.loads(arguments[1]))))
         return
+    programs = manifests.read(Path(arguments[0])).programs
+    there = {(program.entry, program.format) for program in programs}
     sys.stdout.write("| entry | call | format | activations | added | sum | peak | sum/peak |\n")
     sys.stdout.write("|---|---|---|---|---|---|---|---|\n")
     for entry, *numbers in CASES:
-        for format in FORMATS:
+        for format in [name for name in FORMATS if (entry, name) in there]:
             sys.stdout.write(
                 compare(arguments[0], entry, format, (numbers[0], numbers[1], numbers[2]))
             )

@@ -329,7 +329,10 @@ def _os_errors(target: Path, *, within: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as cause:
-        path = Path(cause.filename).absolute() if isinstance(cause.filename, str) else None
+        name = cause.filename
+        if cause.errno in _FULL:
+            name = cause.filename2 or name  # of a copy, what was being written
+        path = Path(name).absolute() if isinstance(name, str) else None
         inside = None
         if within is not None and path is not None and path.is_relative_to(within.absolute()):
             inside = path.relative_to(within.absolute())
@@ -340,7 +343,7 @@ def _os_errors(target: Path, *, within: Path | None = None) -> Iterator[None]:
             hint = "choose a folder that can be written with -o"
         else:
             raise
-        where = cause.filename or target if inside is None else target / inside
+        where = name or target if inside is None else target / inside
         raise BuildError(message, where=where, hint=hint) from cause
 
 

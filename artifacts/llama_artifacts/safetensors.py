@@ -8,6 +8,7 @@ hole, no byte too many. Nothing in the file is believed before it is checked.
 from __future__ import annotations
 
 import hashlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ def read_header(
         error: the file is missing, is something else, is truncated or padded, or breaks the format.
     """
     try:
+        file_bytes = plain_size(path, error=error)
         with path.open("rb") as file:
-            file_bytes = path.stat().st_size
             prefix = file.read(64)
             header_bytes = _header_bytes(prefix, file_bytes, where=path, error=error)
             file.seek(LENGTH_BYTES)
@@ -126,6 +127,19 @@ def impostor(prefix: bytes) -> tuple[str, str] | None:
         if prefix.startswith(magic) or start.startswith(magic):
             return what, hint
     return None
+
+
+def plain_size(path: Path, *, error: type[LlamaExportError]) -> int:
+    """Bytes of a file; a pipe would keep its reader waiting, and a device may never end.
+
+    Raises:
+        error: it is neither plain nor a folder, which fails when it is read.
+        OSError: there is none.
+    """
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise error("expected a plain file", where=path)
+    return status.st_size
 
 
 def os_message(path: Path, cause: OSError) -> str:

@@ -179,13 +179,23 @@ class ProgramCache:
             sha256=sha256(program),
             seconds=round(seconds, 3),
         )
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=self.folder) as scratch:
-            staged = Path(scratch) / key
-            staged.mkdir()
-            shutil.copyfile(program, staged / PROGRAM)
-            (staged / RECORD).write_text(json.dumps(encode(record)))
-            shutil.rmtree(self.folder / key, ignore_errors=True)
-            staged.rename(self.folder / key)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".partial-", dir=self.folder) as scratch:
+                staged = Path(scratch) / key
+                staged.mkdir()
+                shutil.copyfile(program, staged / PROGRAM)
+                (staged / RECORD).write_text(json.dumps(encode(record)))
+                shutil.rmtree(self.folder / key, ignore_errors=True)
+                staged.rename(self.folder / key)
+        except OSError as cause:
+            raise self._unwritable(cause) from cause
+
+    def _unwritable(self, cause: OSError) -> BuildError:
+        return BuildError(
+            f"the cache cannot be written: {cause.strerror}",
+            where=self.folder,
+            hint="choose another with --cache-dir, or use --no-cache",
+        )
 
     @contextlib.contextmanager
     def _locked(self, key: str, *, waits: bool = True) -> Iterator[bool]:
@@ -195,11 +205,7 @@ class ProgramCache:
             locks.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(locks / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as cause:
-            raise BuildError(
-                f"the cache cannot be written: {cause.strerror}",
-                where=self.folder,
-                hint="choose another with --cache-dir, or use --no-cache",
-            ) from cause
+            raise self._unwritable(cause) from cause
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))

@@ -13,18 +13,19 @@ from pathlib import Path
 from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import (
     Bundle,
-    check_digest,
     check_space,
     open_bundle,
     staging,
 )
+from llama_artifacts.digests import difference
 from llama_artifacts.errors import CheckpointError, IntegrityError, ManifestError, TransferError
 from llama_artifacts.integrity import check_whole
-from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME, Manifest
+from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME, File, Manifest
 from llama_artifacts.signing import Verifier, open_signed
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.hub import hub_errors
 from llama_export.checkpoint.open import parse_repository
+from llama_runtime.downloads import Remote, complete
 
 STALE_PATTERNS = ("*.pt2", "*.onnx", "*.safetensors", SIGNATURE_NAME)
 """What belongs to a bundle, and is removed from the repository where the new one lacks it."""
@@ -99,9 +100,9 @@ def pull(
 ) -> Transfer:
     """Gets a bundle: every file of one commit, checked before the folder appears.
 
-    A connection that breaks is resumed where it was, a few times. Files that were fetched whole
-    stay beside the output when the network or the process dies, and the next pull into the same
-    output does not fetch them again. A file that turns out damaged is fetched anew.
+    A connection that breaks is resumed where it was, a few times. What was fetched stays beside the
+    output when the network or the process dies, and the next pull into the same output asks for
+    the rest alone. A file that turns out damaged is fetched anew.
 
     Args:
         repository: `owner/name`, or `owner/name@revision` for a branch, tag or commit.
@@ -126,13 +127,13 @@ def pull(
             commit = str(info.sha)
             there = {sibling.rfilename for sibling in info.siblings or ()}
             manifest = _fetch_manifest(name, commit, partial, there, place=repository)
-            missing = {name for name in manifest.files if not (partial / name).exists()}
-            check_space(target, sum(manifest.files[name].bytes for name in missing))
-            names = {*manifest.files, FILE_NAME, SIGNATURE_NAME} & there
-            api.snapshot_download(
-                name, revision=commit, local_dir=partial, allow_patterns=sorted(names)
-            )
-        _check_fetched(partial)
+            check_space(target, _missing_bytes(manifest, partial))
+            for file in sorted(manifest.files.keys() & there):
+                _fetch(name, commit, file, manifest.files[file], partial)
+            if SIGNATURE_NAME in there:
+                api.hf_hub_download(name, SIGNATURE_NAME, revision=commit, local_dir=partial)
+        open_bundle(partial)
+        names = {*manifest.files, FILE_NAME, SIGNATURE_NAME} & there
         for file in names:
             (partial / file).rename(folder / file)
         if verifier is not None:
@@ -158,15 +159,39 @@ def _fetch_manifest(
         raise
 
 
-def _check_fetched(partial: Path) -> None:
-    """Hashes what was fetched; what is damaged is removed, so that it is fetched anew."""
-    try:
-        bundle = open_bundle(partial)
-        for name in bundle.manifest.files:
-            check_digest(bundle, name)
-    except IntegrityError as error:
-        Path(str(error.where)).unlink(missing_ok=True)  # such errors name their file
-        raise
+def _missing_bytes(manifest: Manifest, partial: Path) -> int:
+    paths = {partial / name: _part(partial, file) for name, file in manifest.files.items()}
+    there = sum(path.stat().st_size for pair in paths.items() for path in pair if path.exists())
+    return sum(file.bytes for file in manifest.files.values()) - there
+
+
+def _fetch(repository: str, commit: str, name: str, file: File, partial: Path) -> None:
+    """Puts a file of the bundle into `partial`, unless a pull before left the very same there."""
+    from huggingface_hub import hf_hub_download
+
+    path, part = partial / name, _part(partial, file)
+    if path.exists() and difference(path, file) is not None:
+        path.unlink()  # of another commit
+    if path.exists():
+        return
+    remote = Remote(repository, commit, name, file.bytes)
+    if remote.can_resume:
+        complete(remote, part, lambda part: _check(part, file, where=remote.place))
+        part.rename(path)
+    else:
+        hf_hub_download(repository, name, revision=commit, local_dir=partial)
+        _check(path, file, where=remote.place)
+
+
+def _part(partial: Path, file: File) -> Path:
+    """What there is of a file so far; named by its content, which another commit may change."""
+    return partial / f".{file.sha256}.part"
+
+
+def _check(path: Path, file: File, *, where: str) -> None:
+    if (found := difference(path, file)) is not None:
+        hint = "pull it again; if that does not help, its owner must push it again"
+        raise IntegrityError(f"damaged: {found}", where=where, hint=hint)
 
 
 def _names(bundle: Bundle) -> tuple[str, ...]:

@@ -14,15 +14,16 @@ from llama_artifacts.digests import difference
 from llama_artifacts.errors import CompatibilityError, IntegrityError
 from llama_artifacts.manifest import File
 from llama_artifacts.places import cache_folder
+from llama_runtime.downloads import Remote, fetch_cached
 
 
 def find_weights(bundle: Bundle, *, weights_dir: Path | None = None) -> dict[str, Path]:
     """The path of each weights file of a bundle, by name.
 
     Files that the bundle refers to are taken from `weights_dir`; without one from the hub's local
-    cache, and what is not there is downloaded. A connection that breaks is taken up again as
-    `huggingface_hub` does, which may begin a file anew in another process. Each such file is
-    hashed when it is first met, and again when its place, size or time of change are others.
+    cache, and what is not there is downloaded; what a download had when its connection or process
+    broke off is kept, and the next one asks for the rest. Each such file is hashed when it is first
+    met, and again when its place, size or time of change are others.
 
     Args:
         bundle: opened.
@@ -41,7 +42,9 @@ def find_weights(bundle: Bundle, *, weights_dir: Path | None = None) -> dict[str
         )
     places = {name: bundle.path(name) for name in manifest.weights_headers}
     for name, file in manifest.referenced.items():
-        places[name] = _from_folder(weights_dir, name) if weights_dir else _from_hub(bundle, name)
+        places[name] = (
+            _from_folder(weights_dir, name) if weights_dir else _from_hub(bundle, name, file)
+        )
         _check(places[name], file)
     return places
 
@@ -54,7 +57,7 @@ def _from_folder(folder: Path, name: str) -> Path:
     return path
 
 
-def _from_hub(bundle: Bundle, name: str) -> Path:
+def _from_hub(bundle: Bundle, name: str, file: File) -> Path:
     source = bundle.manifest.source
     if source.kind != "hub":
         raise CompatibilityError(
@@ -62,13 +65,14 @@ def _from_hub(bundle: Bundle, name: str) -> Path:
             where=bundle.folder,
             hint="name the checkpoint's folder (--weights-dir, or load(weights_dir=...))",
         )
-    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub import errors
 
     bases = errors.HfHubHTTPError.__bases__  # the transport's own; they depend on the version
     transport = tuple(base for base in bases if issubclass(base, Exception))
     known: tuple[type[Exception], ...] = (errors.HfHubHTTPError, errors.EntryNotFoundError, OSError)
     try:
-        return Path(hf_hub_download(source.name, name, revision=source.revision))
+        remote = Remote(source.name, source.revision or "main", name, file.bytes)
+        return fetch_cached(remote, lambda path: _check(path, file, where=remote.place))
     except (*known, *transport) as cause:
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         raise CompatibilityError(
@@ -78,19 +82,21 @@ def _from_hub(bundle: Bundle, name: str) -> Path:
         ) from cause
 
 
-def _check(path: Path, file: File) -> None:
+def _check(path: Path, file: File, *, where: object = None) -> None:
     """Refuses a file of another content; what was hashed before and did not change is believed."""
+    where = path if where is None else where
     hint = "name the folder of the very checkpoint that the bundle was built from"
     status = path.stat()
     if status.st_size != file.bytes:
         message = f"{status.st_size:,} bytes, the bundle was built from {file.bytes:,}"
-        raise IntegrityError(message, where=path, hint=hint)
+        raise IntegrityError(message, where=where, hint=hint)
     identity = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
     seen = cache_folder() / "digests" / f"{_key(file)}.json"
     if _read(seen) == identity:
         return
     if (found := difference(path, file)) is not None:
-        raise IntegrityError(f"not what the bundle was built from: {found}", where=path, hint=hint)
+        message = f"not what the bundle was built from: {found}"
+        raise IntegrityError(message, where=where, hint=hint)
     _write(seen, identity)
 
 

@@ -173,6 +173,8 @@ def _content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 @contextlib.contextmanager
 def _staged(path: Path) -> Iterator[Path]:
     """A file beside the target that takes its place when all went well."""
+    if path.exists() and not path.is_file():  # a device would be gone
+        raise SessionError("expected a plain file", where=path, hint="choose another file")
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(descriptor)

@@ -159,6 +159,14 @@ def test_a_full_disk_in_the_block_leaves_nothing(tmp_path: Path, code: int, expe
     assert names(tmp_path) == []
 
 
+def test_a_full_disk_names_what_was_being_written(tmp_path: Path) -> None:
+    """Of a copy, the error names both files, the source first."""
+    staged = f"{tmp_path}/.b.partial-{os.getpid()}/decode.pt2"
+    cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/other/source", None, staged)
+    with pytest.raises(BuildError, match=r"b/decode\.pt2: the file system is full"):
+        build(tmp_path / "b", raiser(cause))
+
+
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_full_disk_at_the_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

@@ -69,6 +69,7 @@ def test_what_is_reserved_stays_free() -> None:
         ([], "missing option '--device-memory'"),
         (["--device-memory", "80Gb"], "expected a size such as 80GiB"),
         (["--device-memory", "80GB", "--batch", 2], "--batch is what --maximize batch looks for"),
+        (["--device-memory", "1GB", "--reserve", "1GB"], "--reserve must leave some of"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_heavy_is_imported(

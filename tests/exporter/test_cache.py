@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -227,6 +228,22 @@ def test_a_cache_that_cannot_be_written_is_told(tiny_checkpoint: Path, tmp_path:
         run(tiny_checkpoint, tmp_path / "a", ProgramCache(tmp_path / "file"))
     assert "--no-cache" in (caught.value.hint or "")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_full_disk_under_the_cache_is_told_as_the_caches(
+    tiny_checkpoint: Path, tmp_path: Path, own: ProgramCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: Path, target: Path, **options: Any) -> Any:
+        if not Path(target).is_relative_to(own.folder):
+            return real(source, target, **options)
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    real = shutil.copyfile
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(BuildError, match="programs: the cache cannot be written: No sp") as caught:
+        run(tiny_checkpoint, tmp_path / "a", own)
+    assert "--cache-dir" in (caught.value.hint or "")
+    assert own.programs() == ()
 
 
 def test_a_failed_lowering_leaves_no_entry(

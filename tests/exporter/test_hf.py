@@ -130,6 +130,22 @@ def test_layer_counts_that_differ(tmp_path: Path, said: int, stored: int) -> Non
 # --- what is no checkpoint ------------------------------------------------------------------------
 
 
+def test_layers_beyond_any_checkpoint_are_refused_at_once(tmp_path: Path) -> None:
+    """Were they listed by name, the list would fill the memory."""
+    folder = write_tiny(tmp_path / "m")
+    edit_json(folder / "config.json", lambda config: config.update(num_hidden_layers=10**9))
+    assert refusal(folder).message == "config says 1000000000 layers, checkpoint has 21 tensors"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
+    folder = write_tiny(tmp_path / "m")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    error: Any = TokenizerError if name == "tokenizer.json" else CheckpointError
+    assert refusal(folder, error).message == "expected a plain file"
+
+
 def test_absent_folder(tmp_path: Path) -> None:
     assert refusal(tmp_path / "gone").message == "expected a checkpoint folder, found none"
 

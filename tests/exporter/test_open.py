@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,10 @@ def test_refused_names(case: str) -> None:
 
 def test_nothing_heavy_is_imported_to_read_presets() -> None:
     assert "torch" not in vars(opening)
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.gguf"])
+def test_a_pipe_keeps_nobody_waiting(name: str) -> None:
+    os.mkfifo(name)
+    with pytest.raises(CheckpointError, match=r"expected a (plain file|checkpoint folder)"):
+        open_checkpoint(name)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +28,9 @@ from llama_artifacts.integrity import check_whole
 from llama_artifacts.manifest import FILE_NAME, SIGNATURE_NAME
 from llama_artifacts.signing import PrivateKey, PublicKey, sign
 from llama_export.transfer import pull, push
+from llama_runtime.downloads import Remote
 from tests.bundles import CONTENTS, write_sample
-from tests.hub_server import Hub, Repository, point_at, serving
+from tests.hub_server import Hub, Repository, point_at, serving, wait_for_bytes
 from tests.keys import write_pair
 
 NAME = "me/tiny-bundle"
@@ -167,15 +173,64 @@ def test_a_file_damaged_on_the_way_is_refused_then_fetched_anew(
     hub: Hub, bundle: Path, tmp_path: Path
 ) -> None:
     pushed(hub, bundle)
-    hub.damages.add("decode.pt2")
-    with pytest.raises(IntegrityError, match=r"decode\.pt2: damaged"):
+    hub.damages.add("weights.safetensors")
+    with pytest.raises(IntegrityError, match=r"weights\.safetensors: damaged"):
         pull(NAME, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     hub.damages.clear()
     hub.ranges.clear()
     pull(NAME, tmp_path / "out")
-    assert "decode.pt2" in hub.ranges
-    assert "weights.safetensors" not in hub.ranges
+    assert "weights.safetensors" in hub.ranges
+    assert "decode.pt2" not in hub.ranges
+
+
+def test_a_pull_that_was_killed_goes_on_where_it_was(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = constants.DOWNLOAD_CHUNK_SIZE
+    bundle = write_sample(tmp_path / "b", contents={**CONTENTS, "decode.pt2": bytes(2 * chunk)})
+    hub.repositories[NAME] = repository = Repository()
+    files = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    repository.commit("main", files, "first")
+    hub.walls["decode.pt2"] = chunk + 1000
+    hub.hangs.clear()
+    command = [sys.executable, "-m", "llama_export", "pull", NAME, "-o", "out"]
+    process = subprocess.Popen(command, env={**os.environ, "HF_ENDPOINT": hub.url}, cwd=tmp_path)
+    part = tmp_path / ".out.pull" / f".{hashlib.sha256(files['decode.pt2']).hexdigest()}.part"
+    wait_for_bytes(part, chunk)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    hub.walls.clear()
+    hub.hangs.set()
+    pull(NAME, tmp_path / "out")
+    assert hub.ranges["decode.pt2"] == ["", f"bytes={chunk}-"]
+    check_whole(tmp_path / "out")
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+
+
+def test_what_another_commit_left_is_not_taken(hub: Hub, bundle: Path, tmp_path: Path) -> None:
+    pushed(hub, bundle)
+    hub.cuts["weights.safetensors"] = 10
+    with pytest.raises(TransferError):
+        pull(NAME, tmp_path / "out")
+    hub.cuts.clear()
+    hub.ranges.clear()
+    contents = {**CONTENTS, "decode.pt2": b"another exported one"}
+    push(write_sample(tmp_path / "second", contents=contents), NAME)
+    pull(NAME, tmp_path / "out")
+    check_whole(tmp_path / "out")
+    assert (tmp_path / "out" / "decode.pt2").read_bytes() == contents["decode.pt2"]
+    assert {"decode.pt2", "weights.safetensors"} <= set(hub.ranges)
+    assert "decode.onnx" not in hub.ranges
+
+
+def test_what_plain_http_does_not_send_is_left_to_the_library(
+    hub: Hub, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(hub, bundle)
+    monkeypatch.setattr(Remote, "can_resume", False)
+    pull(NAME, tmp_path / "out")
+    check_whole(tmp_path / "out")
 
 
 def test_a_file_that_the_hub_lacks(hub: Hub, bundle: Path, tmp_path: Path) -> None:

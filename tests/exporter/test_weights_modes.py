@@ -6,12 +6,13 @@ import dataclasses
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
@@ -28,6 +29,7 @@ from llama_export.recipe import Recipe
 from llama_export.verify import verify
 from llama_runtime import places
 from tests.cli.running import invoke
+from tests.hub_server import Hub, Repository, point_at, serving
 from tests.runtime.loading import copied, expected_logits, random_tokens
 from tests.tiny import write_tiny
 from tests.tiny_fp8 import write_tiny_fp8
@@ -208,47 +210,84 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     assert llama_runtime.load(bundles["reference"], weights_dir=checkpoint).weights
 
 
+REVISION = "0" * 40
+
+
 @pytest.fixture
 def from_hub(bundles: dict[str, Path], tmp_path: Path) -> Path:
-    source = Source("hub", "someone/Tiny", "0" * 40)
+    source = Source("hub", "someone/Tiny", REVISION)
     return copied(bundles["reference"], tmp_path / "hub bundle", source=source)
 
 
+@pytest.fixture
+def online(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_places: None
+) -> Iterator[Hub]:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    with serving() as online:
+        point_at(online, monkeypatch)
+        files = {name: (checkpoint / name).read_bytes() for name in SHARDS}
+        online.repositories["someone/Tiny"] = Repository(commits={REVISION: files})
+        yield online
+
+
 def test_the_hub_is_asked_for_the_pinned_commit(
-    from_hub: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    from_hub: Path, checkpoint: Path, online: Hub
 ) -> None:
-    asked: list[Any] = []
-
-    def download(repository: str, name: str, *, revision: str) -> str:
-        asked.append((repository, name, revision))
-        return str(checkpoint / name)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    online.repositories["someone/Tiny"].commit("main", {}, "a newer one")
     loaded = llama_runtime.load(from_hub, format="pt2")
-    assert asked == [("someone/Tiny", name, "0" * 40) for name in SHARDS]
     tokens = random_tokens(1, 20)
     actual = loaded.entry("forward")(tokens=tokens)
     torch.testing.assert_close(actual, expected_logits(checkpoint, tokens), rtol=0, atol=1e-5)
+    llama_runtime.load(from_hub, format="pt2")
+    assert online.ranges == {name: [""] for name in SHARDS}
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
-        huggingface_hub.errors.LocalEntryNotFoundError("not in the cache"),
-        huggingface_hub.errors.OfflineModeIsEnabled("offline"),
-        OSError(errno.ENOSPC, "No space left on device"),
-    ],
-)
-def test_a_hub_that_fails_is_one_line(
-    from_hub: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception
+def test_weights_come_on_from_where_they_broke_off_and_are_hashed_once(
+    from_hub: Path, online: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def download(*words: Any, **options: Any) -> str:
-        raise cause
+    hashed: list[str] = []
+    real = places.difference
+    monkeypatch.setattr(places, "difference", lambda *a: (hashed.append(a[0].name), real(*a))[1])
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the library's own retries
+    online.walls[SHARDS[1]] = 5500
+    with pytest.raises(CompatibilityError, match=f"`{SHARDS[1]}` cannot be fetched"):
+        llama_runtime.load(from_hub)
+    online.walls.clear()
+    online.ranges.clear()
+    assert llama_runtime.load(from_hub).weights
+    assert online.ranges == {SHARDS[1]: ["bytes=5000-"]}
+    assert len(hashed) == len(SHARDS)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+def test_other_weights_at_the_pinned_commit_are_refused(from_hub: Path, online: Hub) -> None:
+    online.damages.add(SHARDS[1])
+    place = f"someone/Tiny@{REVISION}/{SHARDS[1]}"
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match=f"{place}: not what the bundle was built from"):
+            llama_runtime.load(from_hub)
+
+
+def test_a_hub_that_is_offline_is_one_line(
+    from_hub: Path, online: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CompatibilityError, match=f"`{SHARDS[0]}` cannot be fetched") as caught:
         llama_runtime.load(from_hub)
     assert "--weights-dir" in (caught.value.hint or "")
+
+
+def test_a_full_disk_under_the_hubs_cache_is_one_line(
+    from_hub: Path, online: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+    with pytest.raises(CompatibilityError, match=r"cannot be fetched: .*No space left"):
+        llama_runtime.load(from_hub)
 
 
 # --- what cannot be used in place -----------------------------------------------------------------

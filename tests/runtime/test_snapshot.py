@@ -412,3 +412,12 @@ def test_a_generation_can_be_saved_and_resumed(tiny_loaded: Loaded, tmp_path: Pa
     first.save(tmp_path / "s")
     second = bundle.generate([1, 5, 9, *first.tokens, 7], max_new=4)
     assert second.resume(tmp_path / "s") == 6
+
+
+def test_a_pipe_or_device_is_not_replaced(tiny_loaded: Loaded, tmp_path: Path) -> None:
+    session = tiny_loaded["aoti"].session()
+    session.decode(3)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SessionError, match="pipe: expected a plain file"):
+        session.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_artifacts.errors import CheckpointError, LlamaExportError
-from llama_artifacts.safetensors import impostor, os_message, read_header
+from llama_artifacts.safetensors import impostor, os_message, plain_size, read_header
 from llama_artifacts.strict_json import json_type, parse_object, printable, shown
 from llama_export.checkpoint.source import Stored
 
@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 def read_bytes(path: Path, *, error: type[LlamaExportError] = CheckpointError) -> bytes:
     """A small file whole; refuses links to nowhere, huge files and what a failed download leaves."""
     try:
-        num_bytes = path.stat().st_size
+        num_bytes = plain_size(path, error=error)
         if num_bytes > MAX_JSON_BYTES:
             message = f"expected at most {MAX_JSON_BYTES} bytes, got {num_bytes}"
             raise error(message, where=path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from llama_artifacts.errors import CheckpointError
+from llama_artifacts.safetensors import plain_size
 from llama_artifacts.strict_json import shown
 
 Value: TypeAlias = "int | float | bool | str | list[Value]"
@@ -71,6 +72,7 @@ def read_header(path: Path) -> GgufHeader:
         CheckpointError: the file cannot be read, is no GGUF file, or contradicts itself.
     """
     try:
+        plain_size(path, error=CheckpointError)
         with path.open("rb") as file:
             head = file.read(64)
             _check_magic(head, path)

@@ -104,6 +104,11 @@ class HfCheckpoint:
         stored = locate(folder, headers_only=headers_only, notes=notes)
         shapes = {name: entry.tensor.shape for name, entry in stored.items()}
         hf = read_hf_config(values, where=where, shapes=shapes, num_layers=num_layers)
+        if hf.config.num_layers > len(stored):  # before tensors are listed by layer
+            message = (
+                f"config says {hf.config.num_layers} layers, checkpoint has {len(stored)} tensors"
+            )
+            raise CheckpointError(message, where=f"{where}#num_hidden_layers")
         has_data = not headers_only or _are_whole(stored)
         stored, ignored = _without_inv_freq(_kept(stored, num_layers))
         config, stored = _resolve_head(hf.config, stored, not has_data, notes)

@@ -79,6 +79,8 @@ def _open_path(path: Path, *, headers_only: bool, num_layers: int | None) -> Che
 
 
 def _begins_as_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC

@@ -92,6 +92,8 @@ def command(
     if (batch if maximize == "batch" else seq_len) is not None:
         given = "--batch" if maximize == "batch" else "--seq-len"
         raise click.UsageError(f"{given} is what --maximize {maximize} looks for")
+    if reserve >= device_memory:
+        raise click.UsageError("--reserve must leave some of --device-memory")
     asked = question(program)
 
     from llama_export.footprint.call import Asked

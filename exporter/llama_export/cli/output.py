@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from llama_artifacts.documents import write_whole
 from llama_artifacts.errors import LlamaExportError
 from llama_export.report import Reporter
 
@@ -78,13 +79,11 @@ def write_file(text: str, path: Path | None, *, bundle: Path) -> None:
     if path.absolute().parent.resolve() == bundle.resolve():
         hint = "choose a file outside of the bundle"
         raise OutputError("a bundle holds its own files only", where=path, hint=hint)
-    staged = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
+        write_whole(path, text.encode())
     except OSError as cause:
-        staged.unlink(missing_ok=True)
-        raise OutputError(f"cannot be written: {cause.strerror or cause}", where=path) from cause
+        message = f"cannot be written: {cause.strerror or cause}"
+        raise OutputError(message, where=path, hint="choose another file with -o") from cause
 
 
 def write_piece(text: str) -> None:

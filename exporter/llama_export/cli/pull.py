@@ -48,7 +48,7 @@ def command(*, repository: str, target: Path | None, key: Path | None, as_json: 
     commit.
 
     Every file is fetched from one commit and hashed before the folder appears. A connection that
-    breaks is resumed; a pull that was stopped keeps the files it had when it is run again.
+    breaks is resumed; a pull that was stopped goes on where it was when it is run again.
 
     Log in with `hf auth login` or set HF_TOKEN; HF_ENDPOINT names another hub.
     """
