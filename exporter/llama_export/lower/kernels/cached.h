@@ -1,7 +1,14 @@
 // Attention of one token over cached keys and values.
+//
+// A block of places at a time: scores, their weights after the largest score so far, and the
+// weighted sums of values. Where q, keys and values are bf16 and the CPU multiplies pairs of bf16,
+// it does so; weights are then rounded to bf16 before they meet values, as the reference
+// implementation does.
 #ifndef LLAMA_EXPORT_ATTEND_CACHED
 #define LLAMA_EXPORT_ATTEND_CACHED
 namespace llama_export {
+
+constexpr int block_size = 64;
 
 // How many of the query heads that share a key/value head are taken together: as many as divide
 // them and whose sums the registers hold.
@@ -11,125 +18,234 @@ constexpr int heads_at_once(int group, int width) {
   return heads > 1 ? heads : 1;
 }
 
-// Scores of `Heads` query heads with the two times 16 keys that begin at `first` and `second`. Keys
-// are laid out as a panel, since a sum over the lanes of a vector for each score costs more. Also
-// of one head, so that a score does not depend on how many are taken together.
-template <typename Tile, int Heads, int Words>
-inline void score(const float* q, const float* first, const float* second, float* scores,
-                  int64_t stride) {
-  alignas(64) float panel[Words * columns];
-  for (int k = 0; k < Words; k += 16) {
-    at::vec::transpose_mxn<float, 16, 16>(first + k, Words, panel + k * columns, columns);
-    at::vec::transpose_mxn<float, 16, 16>(second + k, Words, panel + k * columns + 16, columns);
+// Vector `part` of a row, as floats.
+template <typename T>
+inline Float load(const T* from, int part) {
+  constexpr int loads = at::vec::Vectorized<T>::size() / lanes;  // vectors of floats in one of T
+  if constexpr (std::is_same_v<T, float>) {
+    return Float::loadu(from + part * lanes);
+  } else {
+    const at::vec::VectorizedN<float, loads> some = at::vec::convert<float, loads, T, 1>(
+        at::vec::VectorizedN<T, 1>(at::vec::Vectorized<T>::loadu(from + part * lanes, lanes)));
+    return some[0];
   }
-  Tile::template tile<Heads>(q, Words, panel, scores, stride);
 }
 
-// Attention of `Heads` query heads of one token that share a key/value head, over `count` places.
-// `page(i)` is where the i-th page of this head begins.
-template <typename Q, typename T, int Heads, int Width, int Page, typename PageOf>
-inline void attend(const Q* q, const T* keys, const T* values, int64_t count, float scale,
-                   const PageOf& page, float* out) {
-  constexpr int parts = Width / lanes;
-  constexpr int loads = at::vec::Vectorized<T>::size() / lanes;  // vectors of floats in one of T
-  constexpr int block = 64;
-  static_assert(Width % 16 == 0);
-  const auto place = [&](int64_t i) { return page(i / Page) + i % Page * Width; };
-  const auto load = [](const T* from, int part) {
-    if constexpr (std::is_same_v<T, float>)
-      return Float::loadu(from + part * lanes);
-    else if constexpr (loads == 2 && parts % 2 == 0) {
-      const at::vec::VectorizedN<float, 2> both = at::vec::convert<float, 2, T, 1>(
-          at::vec::VectorizedN<T, 1>(at::vec::Vectorized<T>::loadu(from + part / 2 * 2 * lanes)));
-      return both[part % 2];
-    } else {
-      const at::vec::VectorizedN<float, loads> some = at::vec::convert<float, loads, T, 1>(
-          at::vec::VectorizedN<T, 1>(at::vec::Vectorized<T>::loadu(from + part * lanes, lanes)));
-      return some[0];
-    }
-  };
-  Float wanted[Heads][parts], sums[Heads][parts];
-  float largest[Heads], total[Heads];
-  alignas(64) float scaled[Heads][Width];
-#pragma GCC unroll 16
-  for (int h = 0; h < Heads; ++h) {
-    for (int d = 0; d < Width; ++d) scaled[h][d] = static_cast<float>(q[h * Width + d]) * scale;
-#pragma GCC unroll 16
-    for (int p = 0; p < parts; ++p) {
-      wanted[h][p] = Float::loadu(scaled[h] + p * lanes);
-      sums[h][p] = Float(0.0f);
-    }
-    largest[h] = -std::numeric_limits<float>::infinity();
-    total[h] = 0.0f;
-  }
-  alignas(64) float weights[Heads][block];
-  for (int64_t first = 0; first < count; first += block) {
-    const int num = static_cast<int>(std::min<int64_t>(block, count - first));
-    int j = 0;
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<Q, at::BFloat16> && std::is_same_v<T, at::BFloat16> &&
-                  Width % 32 == 0 && Page % 16 == 0) {
-      const auto words = [&](int64_t i) { return reinterpret_cast<const float*>(keys + place(i)); };
-      for (; Pairs::is_there() && j + columns <= num; j += columns) {
-        score<Pairs, Heads, Width / 2>(reinterpret_cast<const float*>(q), words(first + j),
-                                       words(first + j + 16), weights[0] + j, block);
-        for (int h = 0; h < Heads; ++h)
-          for (int i = j; i < j + columns; i += lanes)
-            (Float::loadu(weights[h] + i) * Float(scale)).store(weights[h] + i);
-      }
-    }
-#endif
-    if constexpr (std::is_same_v<Q, float> && std::is_same_v<T, float> && Page % 16 == 0) {
-      for (; j + columns <= num; j += columns)
-        score<Floats, Heads, Width>(scaled[0], keys + place(first + j),
-                                    keys + place(first + j + 16), weights[0] + j, block);
-    }
-    for (; j < num; ++j) {
+// Heads of one token over a block of places. `Place` says where place i begins.
+template <typename T, int Heads, int Width, typename Place>
+struct Block {
+  static constexpr int parts = Width / lanes;
+  const T *keys, *values;
+  const Place& place;
+  int64_t first;
+  int num;
+  alignas(64) float weights[Heads][block_size];  // scores before
+
+  // From place `begin` of the block.
+  void score(const float (*wanted)[Width], int begin) {
+    for (int j = begin; j < num; ++j) {
       const T* key = keys + place(first + j);
       Float found[parts];
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) found[p] = load(key, p);
 #pragma GCC unroll 16
       for (int h = 0; h < Heads; ++h) {
-        Float dot = wanted[h][0] * found[0];
+        Float dot = Float::loadu(wanted[h]) * found[0];
 #pragma GCC unroll 16
-        for (int p = 1; p < parts; ++p) dot = at::vec::fmadd(wanted[h][p], found[p], dot);
+        for (int p = 1; p < parts; ++p)
+          dot = at::vec::fmadd(Float::loadu(wanted[h] + p * lanes), found[p], dot);
         weights[h][j] = sum_of(dot);
       }
     }
+  }
+
+  // As many as there are of twice 16 places; returns where it ended. Keys are laid out as a panel,
+  // since a sum over the lanes of a vector for each score costs more. Also of one head, so that a
+  // score does not depend on how many are taken together.
+  template <typename Tile, int Words>
+  int score_panels(const float* q) {
+    int j = 0;
+    for (; j + columns <= num; j += columns) {
+      alignas(64) float panel[Words * columns];
+      for (int side = 0; side < columns; side += 16) {
+        const T* from = keys + place(first + j + side);
+        for (int k = 0; k < Words; k += 16)
+          at::vec::transpose_mxn<float, 16, 16>(reinterpret_cast<const float*>(from) + k, Words,
+                                                panel + k * columns + side, columns);
+      }
+      Tile::template tile<Heads>(q, Words, panel, weights[0] + j, block_size);
+    }
+    return j;
+  }
+
+  // Scores become weights; the sums so far shrink where a larger score came.
+  void soften(float* largest, float* total, float (*sums)[Width]) {
 #pragma GCC unroll 16
     for (int h = 0; h < Heads; ++h) {
       float most = largest[h];
-      for (int i = 0; i < num; ++i) most = std::max(most, weights[h][i]);
-      for (int i = num; i % lanes; ++i) weights[h][i] = -std::numeric_limits<float>::infinity();
+      for (int j = 0; j < num; ++j) most = std::max(most, weights[h][j]);
+      for (int j = num; j % lanes; ++j) weights[h][j] = -std::numeric_limits<float>::infinity();
       Float added(0.0f);
-      for (int i = 0; i < num; i += lanes) {
-        const Float weight = (Float::loadu(weights[h] + i) - Float(most)).exp();
-        weight.store(weights[h] + i);
+      for (int j = 0; j < num; j += lanes) {
+        const Float less = Float::loadu(weights[h] + j) - Float(most);
+        const Float weight = std::is_same_v<T, float> ? less.exp() : less.exp_u20();
+        weight.store(weights[h] + j);
         added = added + weight;
       }
       const float kept = std::exp(largest[h] - most);
       total[h] = total[h] * kept + sum_of(added);
       largest[h] = most;
 #pragma GCC unroll 16
-      for (int p = 0; p < parts; ++p) sums[h][p] = sums[h][p] * Float(kept);
+      for (int p = 0; p < Width; p += lanes)
+        (Float::loadu(sums[h] + p) * Float(kept)).store(sums[h] + p);
     }
-    for (j = 0; j < num; ++j) {
+  }
+
+  // Pages lie anywhere: what the block from place `from` needs is fetched before it is due.
+  void fetch(int64_t from, int64_t count) const {
+    for (int64_t i = from; i < std::min(from + block_size, count); ++i) {
+      const int64_t offset = place(i);
+      for (int d = 0; d < Width; d += 64 / sizeof(T)) {
+        __builtin_prefetch(keys + offset + d, 0, 2);
+        __builtin_prefetch(values + offset + d, 0, 2);
+      }
+    }
+  }
+
+  void add(float (*sums)[Width]) const {
+    Float kept[Heads][parts];
+#pragma GCC unroll 16
+    for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 16
+      for (int p = 0; p < parts; ++p) kept[h][p] = Float::loadu(sums[h] + p * lanes);
+    for (int j = 0; j < num; ++j) {
       const T* value = values + place(first + j);
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) {
         const Float found = load(value, p);
 #pragma GCC unroll 16
         for (int h = 0; h < Heads; ++h)
-          sums[h][p] = at::vec::fmadd(Float(weights[h][j]), found, sums[h][p]);
+          kept[h][p] = at::vec::fmadd(Float(weights[h][j]), found, kept[h][p]);
       }
     }
+#pragma GCC unroll 16
+    for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 16
+      for (int p = 0; p < parts; ++p) kept[h][p].store(sums[h] + p * lanes);
   }
+
+#if defined(CPU_CAPABILITY_AVX512)
+  // Two places at a time; the sums' order is that of `_mm512_unpacklo_epi16` and `unpackhi`.
+  __attribute__((target("avx512bf16"))) void add_pairs(float (*sums)[Width]) const {
+    alignas(64) at::BFloat16 rounded[Heads][block_size];
+    __m512 kept[Heads][parts];
 #pragma GCC unroll 16
-  for (int h = 0; h < Heads; ++h)
+    for (int h = 0; h < Heads; ++h) {
+      for (int j = 0; j < num; j += 16)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[h] + j),
+                           (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(weights[h] + j)));
 #pragma GCC unroll 16
-    for (int p = 0; p < parts; ++p)
-      (sums[h][p] / Float(total[h])).store(out + h * Width + p * lanes);
+      for (int p = 0; p < parts; ++p) kept[h][p] = _mm512_loadu_ps(sums[h] + p * 16);
+    }
+    for (int j = 0; j < num; j += 2) {
+      const T* one = values + place(first + j);
+      const T* other = j + 1 < num ? values + place(first + j + 1) : nullptr;
+#pragma GCC unroll 16
+      for (int p = 0; p < parts; p += 2) {
+        const __m512i a = _mm512_loadu_si512(one + p * 16);
+        const __m512i b = other ? _mm512_loadu_si512(other + p * 16) : _mm512_setzero_si512();
+        const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b);
+        const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 16
+        for (int h = 0; h < Heads; ++h) {
+          int32_t both;
+          std::memcpy(&both, rounded[h] + j, sizeof(both));
+          const __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+          kept[h][p] = _mm512_dpbf16_ps(kept[h][p], low, weight);
+          kept[h][p + 1] = _mm512_dpbf16_ps(kept[h][p + 1], high, weight);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 16
+      for (int p = 0; p < parts; ++p) _mm512_storeu_ps(sums[h] + p * 16, kept[h][p]);
+  }
+#endif
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+// The sums of `Block::add_pairs`, in order.
+template <int Width>
+inline void put_in_order(float* sums) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int p = 0; p < Width; p += 32) {
+    const __m512 a = _mm512_loadu_ps(sums + p), b = _mm512_loadu_ps(sums + p + 16);
+    _mm512_storeu_ps(sums + p, _mm512_permutex2var_ps(a, low, b));
+    _mm512_storeu_ps(sums + p + 16, _mm512_permutex2var_ps(a, high, b));
+  }
+}
+#endif
+
+// Attention of `Heads` query heads of one token that share a key/value head, over `count` places.
+// `page(i)` is where the i-th page of this head begins.
+template <typename Q, typename T, int Heads, int Width, int Page, typename PageOf>
+inline void attend(const Q* q, const T* keys, const T* values, int64_t count, float scale,
+                   const PageOf& page, float* out) {
+  static_assert(Width % 16 == 0);
+  [[maybe_unused]] constexpr bool has_panels = Page % 16 == 0;
+  const auto place = [&](int64_t i) { return page(i / Page) + i % Page * Width; };
+  alignas(64) float wanted[Heads][Width], sums[Heads][Width] = {};
+  float largest[Heads], total[Heads] = {};
+  for (int h = 0; h < Heads; ++h) {
+    for (int d = 0; d < Width; ++d) wanted[h][d] = static_cast<float>(q[h * Width + d]) * scale;
+    largest[h] = -std::numeric_limits<float>::infinity();
+  }
+  bool has_pairs = false;
+#if defined(CPU_CAPABILITY_AVX512)
+  constexpr bool is_bf16 = std::is_same_v<Q, at::BFloat16> && std::is_same_v<T, at::BFloat16>;
+  if constexpr (is_bf16 && Width % 32 == 0) has_pairs = Pairs::is_there();
+#endif
+  for (int64_t first = 0; first < count; first += block_size) {
+    const int num = static_cast<int>(std::min<int64_t>(block_size, count - first));
+    Block<T, Heads, Width, decltype(place)> block{keys, values, place, first, num};
+    if (first == 0) block.fetch(0, count);
+    block.fetch(first + block_size, count);
+    int begin = 0;
+    if constexpr (has_panels && std::is_same_v<T, float>)
+      begin = block.template score_panels<Floats, Width>(wanted[0]);
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (has_panels && is_bf16 && Width % 32 == 0) {
+      if (has_pairs) {
+        begin = block.template score_panels<Pairs, Width / 2>(reinterpret_cast<const float*>(q));
+        for (int h = 0; h < Heads; ++h)
+          for (int j = 0; j < begin; j += lanes)
+            (Float::loadu(block.weights[h] + j) * Float(scale)).store(block.weights[h] + j);
+      }
+    }
+#endif
+    block.score(wanted, begin);
+    block.soften(largest, total, sums);
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (is_bf16 && Width % 32 == 0) {
+      if (has_pairs) {
+        block.add_pairs(sums);
+        continue;
+      }
+    }
+#endif
+    block.add(sums);
+  }
+  for (int h = 0; h < Heads; ++h) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (Width % 32 == 0) {
+      if (has_pairs) put_in_order<Width>(sums[h]);
+    }
+#endif
+    for (int p = 0; p < Width; p += lanes)
+      (Float::loadu(sums[h] + p) / Float(total[h])).store(out + h * Width + p);
+  }
 }
 
 }  // namespace llama_export
