@@ -28,25 +28,25 @@ _BODY = """{{
     AOTI_TORCH_CHECK(0 <= positions[p] && positions[p] < num_columns * {page}L,
                      "a token's position is outside of its row");
   }}
-  const auto piece = [&](int64_t p, int64_t head, auto together) {{
-    const int64_t shared = head / {group};
+  const auto piece = [&](int64_t p, int first_head, int last_head, auto together) {{
     const int32_t* pages = table + rows[p] * num_columns;
-    const auto page = [&](int64_t i) {{ return (pages[i] * {kv_heads}L + shared) * {page}L * {width}L; }};
-    llama_export::attend<{q}, {kept}, together.value, {width}, {page}>(
-        q + (p * {num_heads}L + head) * {width}L, keys, values, positions[p] + 1L, {scale}f, page,
-        y + (p * {num_heads}L + head) * {width}L);
+    const auto page = [&](int64_t i, int shared) {{
+      return (pages[i] * {kv_heads}L + shared) * {page}L * {width}L;
+    }};
+    const int64_t offset = p * {num_heads}L * {width}L;
+    llama_export::attend<together.value, {width}, {page}, {group}>(
+        q + offset, keys, values, first_head, last_head, positions[p] + 1L, {scale}f, page, y + offset);
   }};
   #pragma omp parallel
   {{
-    if (num * ({num_heads} / heads) >= 4 * omp_get_num_threads()) {{
-      #pragma omp for schedule(dynamic, 4)
-      for (int64_t i = 0; i < num * ({num_heads} / heads); ++i)
-        piece(i / ({num_heads} / heads), i % ({num_heads} / heads) * heads,
-              std::integral_constant<int, heads>());
+    if (num >= 4 * omp_get_num_threads()) {{
+      #pragma omp for schedule(dynamic, 1)
+      for (int64_t p = 0; p < num; ++p)
+        piece(p, 0, {num_heads}, std::integral_constant<int, heads>());
     }} else {{
       #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < num * {num_heads}; ++i)
-        piece(i / {num_heads}, i % {num_heads}, std::integral_constant<int, 1>());
+        piece(i / {num_heads}, i % {num_heads}, i % {num_heads} + 1, std::integral_constant<int, 1>());
     }}
   }}
 }}
@@ -64,8 +64,6 @@ class AttendCached(Kernel):
         parameters = [(f"const {dtype}*", name) for dtype, name in zip(dtypes, names, strict=True)]
         parameters += [("int64_t", f"num{of}") for of in ("", "_pages", "_rows", "_columns")]
         body = _BODY.format(
-            q=dtypes[0],
-            kept=dtypes[1],
             width=int(width),
             page=int(page),
             num_heads=int(num_heads),

@@ -188,35 +188,41 @@ inline void put_in_order(float* sums) {
 }
 #endif
 
-// Attention of `Heads` query heads of one token that share a key/value head, over `count` places.
-// `page(i)` is where the i-th page of this head begins.
-template <typename Q, typename T, int Heads, int Width, int Page, typename PageOf>
-inline void attend(const Q* q, const T* keys, const T* values, int64_t count, float scale,
-                   const PageOf& page, float* out) {
+// Attention of `Heads` query heads of one token that share a key/value head, block by block.
+// `place(i)` is where place i of this head begins.
+template <typename Q, typename T, int Heads, int Width, int Page>
+struct Attention {
   static_assert(Width % 16 == 0);
-  [[maybe_unused]] constexpr bool has_panels = Page % 16 == 0;
-  const auto place = [&](int64_t i) { return page(i / Page) + i % Page * Width; };
+  static constexpr bool has_panels = Page % 16 == 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr bool may_pair =
+      std::is_same_v<Q, at::BFloat16> && std::is_same_v<T, at::BFloat16> && Width % 32 == 0;
+  const bool has_pairs = may_pair && Pairs::is_there();
+#endif
+  const Q* q;
+  float scale;
   alignas(64) float wanted[Heads][Width], sums[Heads][Width] = {};
   float largest[Heads], total[Heads] = {};
-  for (int h = 0; h < Heads; ++h) {
-    for (int d = 0; d < Width; ++d) wanted[h][d] = static_cast<float>(q[h * Width + d]) * scale;
-    largest[h] = -std::numeric_limits<float>::infinity();
+
+  Attention(const Q* q, float scale) : q(q), scale(scale) {
+    for (int h = 0; h < Heads; ++h) {
+      for (int d = 0; d < Width; ++d) wanted[h][d] = static_cast<float>(q[h * Width + d]) * scale;
+      largest[h] = -std::numeric_limits<float>::infinity();
+    }
   }
-  bool has_pairs = false;
-#if defined(CPU_CAPABILITY_AVX512)
-  constexpr bool is_bf16 = std::is_same_v<Q, at::BFloat16> && std::is_same_v<T, at::BFloat16>;
-  if constexpr (is_bf16 && Width % 32 == 0) has_pairs = Pairs::is_there();
-#endif
-  for (int64_t first = 0; first < count; first += block_size) {
+
+  // Takes the places from `first`, one block of all `count`.
+  template <typename Place>
+  void take(const T* keys, const T* values, int64_t first, int64_t count, const Place& place) {
     const int num = static_cast<int>(std::min<int64_t>(block_size, count - first));
-    Block<T, Heads, Width, decltype(place)> block{keys, values, place, first, num};
+    Block<T, Heads, Width, Place> block{keys, values, place, first, num};
     if (first == 0) block.fetch(0, count);
     block.fetch(first + block_size, count);
     int begin = 0;
     if constexpr (has_panels && std::is_same_v<T, float>)
       begin = block.template score_panels<Floats, Width>(wanted[0]);
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (has_panels && is_bf16 && Width % 32 == 0) {
+    if constexpr (has_panels && may_pair) {
       if (has_pairs) {
         begin = block.template score_panels<Pairs, Width / 2>(reinterpret_cast<const float*>(q));
         for (int h = 0; h < Heads; ++h)
@@ -228,24 +234,44 @@ inline void attend(const Q* q, const T* keys, const T* values, int64_t count, fl
     block.score(wanted, begin);
     block.soften(largest, total, sums);
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (is_bf16 && Width % 32 == 0) {
-      if (has_pairs) {
-        block.add_pairs(sums);
-        continue;
-      }
+    if constexpr (may_pair) {
+      if (has_pairs) return block.add_pairs(sums);
     }
 #endif
     block.add(sums);
   }
-  for (int h = 0; h < Heads; ++h) {
+
+  void finish(float* out) {
+    for (int h = 0; h < Heads; ++h) {
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (Width % 32 == 0) {
-      if (has_pairs) put_in_order<Width>(sums[h]);
-    }
+      if constexpr (may_pair) {
+        if (has_pairs) put_in_order<Width>(sums[h]);
+      }
 #endif
-    for (int p = 0; p < Width; p += lanes)
-      (Float::loadu(sums[h] + p) / Float(total[h])).store(out + h * Width + p);
+      for (int p = 0; p < Width; p += lanes)
+        (Float::loadu(sums[h] + p) / Float(total[h])).store(out + h * Width + p);
+    }
   }
+};
+
+// Attention of the query heads `first_head` to `last_head` of one token over `count` places. Heads
+// take turns block by block, since the keys of a page lie together. `page(i, k)` is where the i-th
+// page begins of key/value head k, which `Group` query heads share; `Heads` of them are taken
+// together.
+template <int Heads, int Width, int Page, int Group, typename Q, typename T, typename PageOf>
+inline void attend(const Q* q, const T* keys, const T* values, int first_head, int last_head,
+                   int64_t count, float scale, const PageOf& page, float* out) {
+  std::vector<Attention<Q, T, Heads, Width, Page>> heads;
+  heads.reserve((last_head - first_head) / Heads);
+  for (int h = first_head; h < last_head; h += Heads) heads.emplace_back(q + h * Width, scale);
+  for (int64_t first = 0; first < count; first += block_size)
+    for (int i = 0; i < static_cast<int>(heads.size()); ++i) {
+      const int shared = (first_head + i * Heads) / Group;
+      heads[i].take(keys, values, first, count,
+                    [&](int64_t j) { return page(j / Page, shared) + j % Page * Width; });
+    }
+  for (int i = 0; i < static_cast<int>(heads.size()); ++i)
+    heads[i].finish(out + (first_head + i * Heads) * Width);
 }
 
 }  // namespace llama_export
