@@ -21,6 +21,7 @@ from llama_artifacts.errors import CompatibilityError, LlamaExportError
 from llama_export.bench.methods import Setup
 
 WORKER = "llama_export.bench.worker"
+Logits = np.ndarray[Any, np.dtype[np.float32]]
 _END_S = 10
 
 
@@ -164,10 +165,10 @@ def generate(remote: Remote, prompt: tuple[int, ...], num_new: int) -> Run:
     return Run(tuple(answer["tokens"]), answer["ttft_s"], answer["decode_s"])
 
 
-def logits(remote: Remote, tokens: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Logits [V], float32, after the last of the tokens."""
-    answer = remote.call("logits", tokens=tokens)
-    return np.frombuffer(base64.b64decode(answer["logits"]), np.float32)
+def logits(remote: Remote, tokens: tuple[int, ...]) -> Logits | None:
+    """Logits [V], float32, after the last of the tokens; None where the engine keeps them."""
+    answer = remote.call("logits", tokens=tokens)["logits"]
+    return None if answer is None else np.frombuffer(base64.b64decode(answer), np.float32)
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from llama_export.bench import figures, remote
 from llama_export.bench.figures import Cost, spread
 from llama_export.bench.machine import cpu_name
 from llama_export.bench.methods import Setup
-from llama_export.bench.remote import Remote, Run
+from llama_export.bench.remote import Logits, Remote, Run
 from llama_export.bench.setting import Setting
 from llama_export.bench.tokens import MARGINS, agreement
 from llama_export.page.timings import Machine, Timing, Timings, Workload
@@ -180,7 +180,7 @@ def _agreements(
 
     Returns:
         For each method how far its tokens agree, and the largest difference of a logit after the
-        prompt; the first has neither.
+        prompt; the first has neither, and an engine that keeps its logits no difference.
 
     Raises:
         VerificationError: a method says something else.
@@ -192,6 +192,7 @@ def _agreements(
 
     def margin(num_equal: int, token: int) -> float:
         logits = remote.logits(first, prompt + expected[:num_equal])
+        assert logits is not None  # a bundle tells them
         return float(logits.max() - logits[token])
 
     notes: list[str] = [""]
@@ -207,8 +208,12 @@ def _agreements(
                 "`llama-export verify --against transformers`",
             )
         notes.append(f"tokens equal: {found}{_rows_note(setting, method)}")
-        differences.append(float(np.abs(remote.logits(method.process, prompt) - own).max()))
+        differences.append(_difference(remote.logits(method.process, prompt), own))
     return notes, differences
+
+
+def _difference(one: Logits | None, other: Logits | None) -> float | None:
+    return None if one is None or other is None else float(np.abs(one - other).max())
 
 
 def _is_peer(method: _Method) -> bool:
