@@ -135,7 +135,7 @@ class Process:
             raise self._ended()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise _as_error(answer["error"])
+            raise _as_error(answer["error"], self._name)
         return answer
 
     def _ended(self) -> CompatibilityError:
@@ -177,7 +177,8 @@ def _environment(threads: int) -> dict[str, str]:
     return {**os.environ, **counts, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _as_error(fields: Mapping[str, Any]) -> LlamaExportError:
+def _as_error(fields: Mapping[str, Any], name: str) -> LlamaExportError:
     kind = getattr(errors, fields["kind"], LlamaExportError)
-    error: LlamaExportError = kind(fields["message"], where=fields["where"], hint=fields["hint"])
+    where = fields["where"] or name
+    error: LlamaExportError = kind(fields["message"], where=where, hint=fields["hint"])
     return error

@@ -68,7 +68,8 @@ def measure(
         methods = []
         for setup in _setups(setting, scratch):
             with reporter.step(f"start {setup.method} {setup.format or ''}".rstrip()):
-                methods.append(_opened(setup, prompt, start, stack, versions))
+                folder = setting.bundle.folder
+                methods.append(_opened(setup, folder, prompt, start, stack, versions))
         machine = start_machine(setting.threads)
         stack.callback(machine.close)
         notes, differences = _agreements(setting, prompt, methods)
@@ -133,17 +134,19 @@ def setup_of(setting: Setting, scratch: Path, method: str, format: Format | None
 
 def _setups(setting: Setting, scratch: Path) -> list[Setup]:
     own = [setup_of(setting, scratch, "bundle", format) for format in setting.formats]
-    return own + [setup_of(setting, scratch, peer) for peer in setting.peers]
+    others = [replace(setup, folder=folder) for folder in setting.beside for setup in own]
+    return [*own, *others, *(setup_of(setting, scratch, peer) for peer in setting.peers)]
 
 
 def _opened(
     setup: Setup,
+    folder: Path,
     prompt: tuple[int, ...],
     start: Start,
     stack: contextlib.ExitStack,
     versions: dict[str, str],
 ) -> _Method:
-    """A started process that has said its first token."""
+    """A started process that has said its first token; a bundle beside `folder` by its name."""
     if setup.method != "bundle":
         start("prepare", setup).close()
     process = start("method", setup)
@@ -152,6 +155,8 @@ def _opened(
     _load(method, prompt)
     answer = process.call("describe")
     method.label, method.disk_bytes = answer["label"], answer["disk_bytes"]
+    if setup.folder != folder:
+        method.label += f" of {setup.folder.name}"
     versions.update(answer["versions"])
     return method
 

@@ -6,7 +6,7 @@ blocks of Q8_0 and Q4_0 with the same codes; scales, bf16 there, are rounded to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.manifest import Manifest
-from llama_export.checkpoint.layout import EMBEDDING, HEAD, SCALE
+from llama_export.checkpoint.layout import HEAD, SCALE
 from llama_export.checkpoint.names import to_gguf
 from llama_export.laws.oracle import network_weights
 from llama_export.model.integers import BLOCK, DTYPES, decode
@@ -32,6 +32,12 @@ Blocks = tuple[Array, gguf.GGMLQuantizationType]
 
 NO_VOCABULARY = "no_vocab"
 """The tokenizer of a file that is asked for token ids only."""
+_FILE_TYPES = {
+    None: gguf.LlamaFileType.MOSTLY_F16,
+    "int8": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "int4": gguf.LlamaFileType.MOSTLY_Q4_0,
+}
+"""By how weights are rounded. Only OpenVINO looks at it, and knows no type for bf16."""
 ROPE_FREQS = "rope_freqs.weight"
 _ROPE_TOLERANCE = 1e-5
 
@@ -57,7 +63,10 @@ def write_gguf(
     compute: torch.dtype = getattr(torch, from_name(bundle.manifest.dtype).torch)
     writer = gguf.GGUFWriter(path, "llama")
     _add_sizes(writer, bundle.manifest)
-    _add_rope(writer, weights[INV_FREQ].double().numpy())
+    base, factors = rope(weights[INV_FREQ].double().numpy())
+    writer.add_rope_freq_base(base)
+    if factors is not None:
+        writer.add_tensor(ROPE_FREQS, factors)
     for name, weight in weights.items():
         if name == INV_FREQ or name.endswith(SCALE):
             continue
@@ -67,7 +76,7 @@ def write_gguf(
         scale = weights.get(name.removesuffix(".weight") + SCALE)
         if scale is not None and len(scale) == len(weight):
             scale = order(scale)
-        array, kind = _blocks(order(weight), scale, compute, dtype or compute)
+        array, kind = blocks(order(weight), scale, compute, dtype or compute)
         translated = to_gguf(name)
         assert translated is not None
         writer.add_tensor(translated, array, raw_dtype=kind)
@@ -80,7 +89,8 @@ def write_gguf(
 def _add_sizes(writer: gguf.GGUFWriter, manifest: Manifest) -> None:
     model = manifest.model
     writer.add_tokenizer_model(NO_VOCABULARY)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)  # read, and needed, by OpenVINO only
+    kind = None if manifest.quantized is None else manifest.quantized.kind
+    writer.add_file_type(_FILE_TYPES[kind])
     writer.add_vocab_size(model.vocab_size)
     writer.add_context_length(manifest.max_seq)
     writer.add_embedding_length(model.hidden_size)
@@ -94,19 +104,20 @@ def _add_sizes(writer: gguf.GGUFWriter, manifest: Manifest) -> None:
     writer.add_rope_dimension_count(model.head_dim)
 
 
-def _add_rope(writer: gguf.GGUFWriter, inv_freq: Array) -> None:
+def rope(inv_freq: Array) -> tuple[float, Array | None]:
     """The base, by the two shortest waves, which no scaling treats differently; and the rest.
 
     Args:
-        writer: of the file.
-        inv_freq: inverse frequencies [D/2] of a head of D values.
+        inv_freq: inverse frequencies, float64 [D/2], of a head of D values.
+
+    Returns:
+        The base, and by what the file's frequencies are divided, float32 [D/2]; None: by 1.
     """
     half = len(inv_freq)
-    base = float(f"{(inv_freq[0] / inv_freq[1]) ** half:.6g}") if half > 1 else 1.0
+    base = float(f"{(inv_freq[0] / inv_freq[1]) ** half:.5g}") if half > 1 else 1.0
     factors = base ** (-np.arange(half) / half) / inv_freq
-    writer.add_rope_freq_base(base)
-    if np.abs(factors - 1).max() > _ROPE_TOLERANCE:
-        writer.add_tensor(ROPE_FREQS, factors.astype(np.float32))
+    is_plain = np.abs(factors - 1).max() <= _ROPE_TOLERANCE
+    return base, None if is_plain else factors.astype(np.float32)
 
 
 def _row_order(name: str, manifest: Manifest) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -118,9 +129,17 @@ def _row_order(name: str, manifest: Manifest) -> Callable[[torch.Tensor], torch.
     return lambda tensor: tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _blocks(
+def blocks(
     weight: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype, dtype: torch.dtype
 ) -> Blocks:
+    """A weight as the file holds it: vectors in float32, matrices in a dtype or as their codes.
+
+    Args:
+        weight: stored in the bundle, [V] or [V, H], of four bits [V, H / 2].
+        scale: of its codes, [V, G]; None: it has none.
+        compute: to which codes of FP8, and rows that fill no blocks, are decoded.
+        dtype: of matrices that are no integers.
+    """
     if weight.dim() == 1:
         return weight.float().numpy(), Types.F32
     if scale is not None and weight.dtype in DTYPES:
