@@ -16,6 +16,7 @@ from typing import Any
 
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, CompatibilityError, IntegrityError
+from llama_artifacts.manifest import Format
 from llama_artifacts.safetensors import read_header
 from llama_export.bench import remote
 from llama_export.bench.figures import spread
@@ -75,7 +76,7 @@ def measure(
         CompatibilityError: the bundle has no `config.json`, or programs of several builds.
         BuildError: the command fails.
     """
-    format = setting.formats[0] or setting.step.format
+    format = setting.formats[0] or _format(setting)
     write_model(setting, scratch)
     write_recipe(setting, scratch, format)
     build = build or (lambda folder, cache: run_build(folder, cache, setting.threads))
@@ -163,6 +164,12 @@ def run_build(folder: Path, cache: Path, threads: int) -> Built:
         raise BuildError(f"the build fails: {lines[-1].removeprefix('error: '):.300}", where=folder)
     (made,) = json.loads(answer)["programs"]
     return Built(seconds, made["seconds"], made["bytes"], made["is_cached"], peak.num_bytes)
+
+
+def _format(setting: Setting) -> Format:
+    """Of the step's programs the one that takes longest to build: native code where there is some."""
+    found = {p.format for p in setting.manifest.programs if p.entry == setting.step.entry}
+    return "aoti" if "aoti" in found else setting.step.format
 
 
 def _tensors(setting: Setting) -> Mapping[str, tuple[str, tuple[int, ...]]]:
