@@ -110,6 +110,7 @@ def write_model(setting: Setting, folder: Path) -> None:
         raise CompatibilityError(
             f"expected `{CONFIG_NAME}` in the bundle, to build from, found none",
             where=setting.bundle.folder,
+            hint="build the bundle from a checkpoint that has one",
         )
     (folder / CONFIG_NAME).write_bytes(setting.bundle.path(CONFIG_NAME).read_bytes())
     header, end = {}, 0

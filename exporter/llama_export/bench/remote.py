@@ -144,7 +144,9 @@ class Process:
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
         return CompatibilityError(
-            f"its process ended with status {status}: {last:.300}", where=self._name
+            f"its process ended with status {status}: {last:.300}",
+            where=self._name,
+            hint="run it once more; if it ends again, leave this method out",
         )
 
 

@@ -171,10 +171,16 @@ def _check_beside(manifest: Manifest, other: Bundle, positions: int) -> None:
         (f"the batch {manifest.batch}", manifest.batch, found.batch),
     ):
         if expected != got:
-            raise CompatibilityError(f"expected {what}, got another", where=other.folder)
+            raise CompatibilityError(
+                f"expected {what}, got another",
+                where=other.folder,
+                hint="build both from one checkpoint with one --batch",
+            )
     if found.max_seq < positions:
         raise CompatibilityError(
-            f"expected room for {positions} positions, got {found.max_seq}", where=other.folder
+            f"expected room for {positions} positions, got {found.max_seq}",
+            where=other.folder,
+            hint="measure fewer tokens, or build it with a larger --max-seq",
         )
 
 

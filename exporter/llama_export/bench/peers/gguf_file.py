@@ -68,18 +68,20 @@ def write_gguf(
     if factors is not None:
         writer.add_tensor(ROPE_FREQS, factors)
     for name, weight in weights.items():
-        if name == INV_FREQ or name.endswith(SCALE):
-            continue
-        if name == HEAD and bundle.manifest.model.tie_word_embeddings:
+        # All but the rotary frequencies, scales, and a head that is the embedding once more.
+        translated = to_gguf(name)
+        if translated is None or (name == HEAD and bundle.manifest.model.tie_word_embeddings):
             continue
         order = _row_order(name, bundle.manifest)
         scale = weights.get(name.removesuffix(".weight") + SCALE)
         if scale is not None and len(scale) == len(weight):
             scale = order(scale)
         array, kind = blocks(order(weight), scale, compute, dtype or compute)
-        translated = to_gguf(name)
-        assert translated is not None
         writer.add_tensor(translated, array, raw_dtype=kind)
+    _finish(writer)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

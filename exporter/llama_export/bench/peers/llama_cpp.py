@@ -57,7 +57,11 @@ class Method:
         options.n_threads = options.n_threads_batch = setup.threads
         self._context = self._model and llama_cpp.llama_init_from_model(self._model, options)
         if not self._context:
-            raise CompatibilityError(f"{LIBRARY} refuses the file", where=path)
+            raise CompatibilityError(
+                f"{LIBRARY} refuses the file",
+                where=path,
+                hint="leave this engine out, or try another version of it",
+            )
         found = installed(LIBRARY, extra=EXTRA)
         self.label = f"llama.cpp ({LIBRARY} {found}), {stored_type(manifest)}"
         self.versions = {LIBRARY: found}

@@ -40,7 +40,11 @@ def prepare(setup: Setup) -> None:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CompatibilityError(f"its builder fails: {last:.300}", where=LIBRARY)
+        raise CompatibilityError(
+            f"its builder fails: {last:.300}",
+            where=LIBRARY,
+            hint="leave this engine out, or try another version of it",
+        )
     path = folder / CONFIG_NAME
     config = json.loads(path.read_text())
     config["model"]["eos_token_id"] = []  # no token ends a text

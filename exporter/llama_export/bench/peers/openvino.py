@@ -38,7 +38,9 @@ def prepare(setup: Setup) -> None:
     manifest = open_bundle(setup.folder).manifest
     if manifest.dtype == "f32" and manifest.quantized is None:
         raise CompatibilityError(
-            "expected weights of bf16, f16, int8 or int4, got f32", where=LIBRARY
+            "expected weights of bf16, f16, int8 or int4, got f32",
+            where=setup.method,
+            hint="build the bundle with --dtype bf16, or leave this engine out",
         )
     import openvino_genai
 
