@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llama_artifacts.bundle import open_bundle
-from llama_export.bench import rounds, serving
+from llama_export.bench import building, rounds, serving
 from llama_export.page.timings import (
     Latency,
     Machine,
@@ -63,6 +63,27 @@ def test_json_and_record_are_the_same(settings: list[Any], tmp_path: Path) -> No
     assert json.loads(result.stdout) == json.loads((bundle / "bench.json").read_text())
     assert read_timings(open_bundle(bundle)) == ROWS
     assert settings[0].threads == 3
+
+
+def test_the_table_of_a_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    rows = (Timing("decode aoti, made", build_s=30.5, build_s_range=(30.0, 31.0), disk_bytes=500),)
+
+    def measure(setting: Any, scratch: Path, **others: Any) -> Timings:
+        seen.append(setting)
+        return Timings(rows, "2026-03-01", {}, MACHINE, Workload("build", 1, 1, 1))
+
+    monkeypatch.setattr(building, "measure", measure)
+    result = invoke("bench", write_bundle(tmp_path / "b"), "--workload", "build")
+    assert "30.50 (30.00-31.00)" in result.stdout.splitlines()[1]
+    assert seen[0].runs == 1
+
+
+def test_a_bundle_beside_another(settings: list[Any], tmp_path: Path) -> None:
+    other = write_bundle(tmp_path / "other")
+    result = invoke("bench", write_bundle(tmp_path / "b"), "--beside", other)
+    assert result.exit_code == 0
+    assert (settings[0].beside, settings[0].runs) == ((other,), 5)
 
 
 SERVED = Timings(
@@ -126,6 +147,7 @@ def test_the_table_of_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ("words", "message"),
     [
         (["--workload", "serve", "--compare", "transformers"], "one request at a time, no PEER"),
+        (["--workload", "build", "--beside", "a"], "compares with the cache, no PEER"),
         (["--workload", "serve", "--format", "pt2", "--format", "onnx"], "takes one `--format`"),
         (["--workload", "load", "--plot", "a.png"], "needs the workload decode or prefill"),
         (["--plot", "a.pdf"], "expected `--plot` FILE.png or FILE.svg, got `a.pdf`"),

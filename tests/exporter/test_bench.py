@@ -202,7 +202,11 @@ class Fake:
 
 
 def measured(
-    tmp_path: Path, says: Sequence[int], monkeypatch: pytest.MonkeyPatch, name: Any = "decode"
+    tmp_path: Path,
+    says: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+    name: Any = "decode",
+    **options: Any,
 ) -> tuple[Timings, list[str]]:
     log: list[str] = []
 
@@ -217,6 +221,7 @@ def measured(
         threads=2,
         new_tokens=5 if name == "decode" else 1,
         peers=("transformers",),
+        **options,
     )
     timings = rounds.measure(
         made,

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 PEERS = {
     "transformers": "the reference, eager",
     "transformers-compiled": "the same through torch.compile, with states of a fixed size",
+    "llama.cpp": "through llama-cpp-python, from a GGUF file of the same weights and type",
+    "onnxruntime-genai": "in float32, all that its builder has for unquantised weights on a CPU",
+    "openvino": "OpenVINO GenAI, attention over whole states",
+    "openvino-paged": "OpenVINO GenAI, attention over pages, as it does by default",
+    "ctranslate2": "in float32, all that it has for unquantised weights on a CPU",
 }
 """The engines a bundle can be compared with, and what each is."""
 
@@ -23,6 +28,11 @@ _MODULES = {
     "bundle": "bundle",
     "transformers": "transformers",
     "transformers-compiled": "transformers",
+    "llama.cpp": "llama_cpp",
+    "onnxruntime-genai": "onnxruntime_genai",
+    "openvino": "openvino",
+    "openvino-paged": "openvino",
+    "ctranslate2": "ctranslate2",
 }
 
 
@@ -66,8 +76,8 @@ class Method(Protocol):
         """Exactly so many greedy tokens after a prompt, each as soon as it is known."""
         ...
 
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits [V], float32, after the last of the tokens."""
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Logits [V], float32, after the last of the tokens; None where the engine keeps them."""
         ...
 
 

@@ -21,6 +21,7 @@ from llama_artifacts.errors import CompatibilityError, LlamaExportError
 from llama_export.bench.methods import Setup
 
 WORKER = "llama_export.bench.worker"
+Logits = np.ndarray[Any, np.dtype[np.float32]]
 _END_S = 10
 
 
@@ -134,7 +135,7 @@ class Process:
             raise self._ended()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise _as_error(answer["error"])
+            raise _as_error(answer["error"], self._name)
         return answer
 
     def _ended(self) -> CompatibilityError:
@@ -143,7 +144,9 @@ class Process:
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
         return CompatibilityError(
-            f"its process ended with status {status}: {last:.300}", where=self._name
+            f"its process ended with status {status}: {last:.300}",
+            where=self._name,
+            hint="run it once more; if it ends again, leave this method out",
         )
 
 
@@ -164,10 +167,10 @@ def generate(remote: Remote, prompt: tuple[int, ...], num_new: int) -> Run:
     return Run(tuple(answer["tokens"]), answer["ttft_s"], answer["decode_s"])
 
 
-def logits(remote: Remote, tokens: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Logits [V], float32, after the last of the tokens."""
-    answer = remote.call("logits", tokens=tokens)
-    return np.frombuffer(base64.b64decode(answer["logits"]), np.float32)
+def logits(remote: Remote, tokens: tuple[int, ...]) -> Logits | None:
+    """Logits [V], float32, after the last of the tokens; None where the engine keeps them."""
+    answer = remote.call("logits", tokens=tokens)["logits"]
+    return None if answer is None else np.frombuffer(base64.b64decode(answer), np.float32)
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -176,7 +179,8 @@ def _environment(threads: int) -> dict[str, str]:
     return {**os.environ, **counts, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _as_error(fields: Mapping[str, Any]) -> LlamaExportError:
+def _as_error(fields: Mapping[str, Any], name: str) -> LlamaExportError:
     kind = getattr(errors, fields["kind"], LlamaExportError)
-    error: LlamaExportError = kind(fields["message"], where=fields["where"], hint=fields["hint"])
+    where = fields["where"] or name
+    error: LlamaExportError = kind(fields["message"], where=where, hint=fields["hint"])
     return error

@@ -17,7 +17,7 @@ from llama_export.bench import figures, remote
 from llama_export.bench.figures import Cost, spread
 from llama_export.bench.machine import cpu_name
 from llama_export.bench.methods import Setup
-from llama_export.bench.remote import Remote, Run
+from llama_export.bench.remote import Logits, Remote, Run
 from llama_export.bench.setting import Setting
 from llama_export.bench.tokens import MARGINS, agreement
 from llama_export.page.timings import Machine, Timing, Timings, Workload
@@ -68,7 +68,8 @@ def measure(
         methods = []
         for setup in _setups(setting, scratch):
             with reporter.step(f"start {setup.method} {setup.format or ''}".rstrip()):
-                methods.append(_opened(setup, prompt, start, stack, versions))
+                folder = setting.bundle.folder
+                methods.append(_opened(setup, folder, prompt, start, stack, versions))
         machine = start_machine(setting.threads)
         stack.callback(machine.close)
         notes, differences = _agreements(setting, prompt, methods)
@@ -133,17 +134,19 @@ def setup_of(setting: Setting, scratch: Path, method: str, format: Format | None
 
 def _setups(setting: Setting, scratch: Path) -> list[Setup]:
     own = [setup_of(setting, scratch, "bundle", format) for format in setting.formats]
-    return own + [setup_of(setting, scratch, peer) for peer in setting.peers]
+    others = [replace(setup, folder=folder) for folder in setting.beside for setup in own]
+    return [*own, *others, *(setup_of(setting, scratch, peer) for peer in setting.peers)]
 
 
 def _opened(
     setup: Setup,
+    folder: Path,
     prompt: tuple[int, ...],
     start: Start,
     stack: contextlib.ExitStack,
     versions: dict[str, str],
 ) -> _Method:
-    """A started process that has said its first token."""
+    """A started process that has said its first token; a bundle beside `folder` by its name."""
     if setup.method != "bundle":
         start("prepare", setup).close()
     process = start("method", setup)
@@ -152,6 +155,8 @@ def _opened(
     _load(method, prompt)
     answer = process.call("describe")
     method.label, method.disk_bytes = answer["label"], answer["disk_bytes"]
+    if setup.folder != folder:
+        method.label += f" of {setup.folder.name}"
     versions.update(answer["versions"])
     return method
 
@@ -180,7 +185,7 @@ def _agreements(
 
     Returns:
         For each method how far its tokens agree, and the largest difference of a logit after the
-        prompt; the first has neither.
+        prompt; the first has neither, and an engine that keeps its logits no difference.
 
     Raises:
         VerificationError: a method says something else.
@@ -192,6 +197,7 @@ def _agreements(
 
     def margin(num_equal: int, token: int) -> float:
         logits = remote.logits(first, prompt + expected[:num_equal])
+        assert logits is not None  # a bundle tells them
         return float(logits.max() - logits[token])
 
     notes: list[str] = [""]
@@ -207,8 +213,12 @@ def _agreements(
                 "`llama-export verify --against transformers`",
             )
         notes.append(f"tokens equal: {found}{_rows_note(setting, method)}")
-        differences.append(float(np.abs(remote.logits(method.process, prompt) - own).max()))
+        differences.append(_difference(remote.logits(method.process, prompt), own))
     return notes, differences
+
+
+def _difference(one: Logits | None, other: Logits | None) -> float | None:
+    return None if one is None or other is None else float(np.abs(one - other).max())
 
 
 def _is_peer(method: _Method) -> bool:

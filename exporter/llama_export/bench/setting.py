@@ -13,10 +13,10 @@ from llama_artifacts.errors import CompatibilityError, InputError
 from llama_artifacts.manifest import Format, Manifest, Program
 from llama_runtime.places import find_weights
 
-WorkloadName = Literal["decode", "prefill", "load", "serve"]
+WorkloadName = Literal["decode", "prefill", "load", "serve", "build"]
 SEED = 20
-PROMPT_LEN = {"decode": 512, "prefill": 512, "load": 16, "serve": 128}
-NEW_TOKENS = {"decode": 128, "prefill": 1, "load": 1, "serve": 32}
+PROMPT_LEN = {"decode": 512, "prefill": 512, "load": 16, "serve": 128, "build": 1}
+NEW_TOKENS = {"decode": 128, "prefill": 1, "load": 1, "serve": 32, "build": 1}
 """Of the workloads where nobody says otherwise and the bundle has the room."""
 REQUESTS, CONCURRENCY, ALONE = 32, 4, 16
 """Of `serve`. One at a time, 16 requests take seconds where hundreds of them take minutes."""
@@ -43,6 +43,7 @@ class Setting:
         concurrency: of `serve`: most requests in flight.
         alone: of `serve`: how many of the requests, the first ones, are served one at a time too.
         weights_dir: the checkpoint's folder, for a bundle that refers to its weights.
+        beside: other bundles of the same model, which take part like peers.
     """
 
     bundle: Bundle
@@ -59,6 +60,7 @@ class Setting:
     concurrency: int = 1
     alone: int = 0
     weights_dir: Path | None = None
+    beside: tuple[Path, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -95,18 +97,22 @@ def make_setting(
     concurrency: int | None = None,
     alone: int | None = None,
     weights_dir: Path | None = None,
+    beside: tuple[Path, ...] = (),
 ) -> Setting:
     """Opens a bundle and fills in what was not said.
 
     Raises:
         ManifestError, IntegrityError: the bundle is damaged.
-        CompatibilityError: it lacks the entries of the workload, or a format that was named.
+        CompatibilityError: it lacks the entries of the workload, or a bundle beside it is of
+            another model or batch, or has too few positions.
         InputError: prompt and new tokens need more positions than it has, or the requests in
             flight more rows.
     """
     bundle = open_bundle(folder)
     places = find_weights(bundle, weights_dir=weights_dir)
     prompt_len, new_tokens = _lengths(bundle.manifest, name, prompt_len, new_tokens)
+    for other in beside:
+        _check_beside(bundle.manifest, open_bundle(other), prompt_len + new_tokens)
     step = _step(bundle, name)
     serving = _serving(step, requests, concurrency, alone) if name == "serve" else {}
     return Setting(
@@ -121,6 +127,7 @@ def make_setting(
         formats=formats or (None,),
         peers=peers,
         weights_dir=weights_dir,
+        beside=beside,
         **serving,
     )
 
@@ -154,6 +161,27 @@ def _serving(
         )
     alone = min(ALONE if alone is None else alone, requests)
     return {"requests": requests, "concurrency": concurrency, "alone": alone}
+
+
+def _check_beside(manifest: Manifest, other: Bundle, positions: int) -> None:
+    """Refuses a bundle whose figures would say nothing about the first one's."""
+    found = other.manifest
+    for what, expected, got in (
+        ("the same model", manifest.model, found.model),
+        (f"the batch {manifest.batch}", manifest.batch, found.batch),
+    ):
+        if expected != got:
+            raise CompatibilityError(
+                f"expected {what}, got another",
+                where=other.folder,
+                hint="build both from one checkpoint with one --batch",
+            )
+    if found.max_seq < positions:
+        raise CompatibilityError(
+            f"expected room for {positions} positions, got {found.max_seq}",
+            where=other.folder,
+            hint="measure fewer tokens, or build it with a larger --max-seq",
+        )
 
 
 def _lengths(

@@ -48,7 +48,10 @@ class _MethodCalls:
         }
 
     def logits(self, tokens: Sequence[int]) -> dict[str, Any]:
-        data = self._method.logits(tokens).contiguous().numpy().tobytes()
+        found = self._method.logits(tokens)
+        if found is None:
+            return {"logits": None}
+        data = found.contiguous().numpy().tobytes()
         return {"logits": base64.b64encode(data).decode()}
 
     def peak(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,11 @@ EXAMPLES = (
         "A prompt, in turn with another engine:",
         "llama-export bench smollm2-135m --workload prefill --compare transformers",
     ),
+    (
+        "What a longer state costs:",
+        "llama-export bench long --beside short --prompt-len 100 --new-tokens 32",
+    ),
+    ("How long a program takes to build:", "llama-export bench smollm2-135m --workload build"),
     ("From start to first token:", "llama-export bench smollm2-135m --workload load --runs 9"),
     (
         "64 requests of up to 128 prompt tokens, sixteen in flight:",
@@ -43,9 +48,10 @@ EXAMPLES = (
         "llama-export bench smollm2-135m --record --plot roofline.png",
     ),
 )
-WORKLOADS = ("decode", "prefill", "load", "serve")
+WORKLOADS = ("decode", "prefill", "load", "serve", "build")
 WORK, SERVING, PROGRAM, RESULT = "Workload", "Of the workload serve", "Program", "Result"
 COLUMNS = ("method", "tok/s", "first token ms", "load s", "memory", "disk", "of limit", "notes")
+BUILD_COLUMNS = ("program", "build s", "memory", "file", "notes")
 
 
 class BenchCommand(Command):
@@ -65,7 +71,8 @@ class BenchCommand(Command):
     type=click.Choice(WORKLOADS),
     default="decode",
     help="`decode`: tokens after a prompt; `prefill`: a prompt; `load`: from the start of a process"
-    " to its first token; `serve`: many requests through the engine.",
+    " to its first token; `serve`: many requests through the engine; `build`: one program, made and"
+    " taken from the cache.",
 )
 @option(
     "--compare",
@@ -77,7 +84,24 @@ class BenchCommand(Command):
     show_default="none",
     help="An engine to run in turn with the bundle, from the list below; repeat it for several.",
 )
-@option("--runs", group=WORK, type=click.IntRange(1), default=5, metavar="N", help="Timed runs.")
+@option(
+    "--beside",
+    group=WORK,
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE",
+    multiple=True,
+    show_default="none",
+    help="Another bundle of the same model and batch to run in turn, such as one of more positions;"
+    " repeat it for several.",
+)
+@option(
+    "--runs",
+    group=WORK,
+    type=click.IntRange(1),
+    metavar="N",
+    show_default="5; build 1",
+    help="Timed runs.",
+)
 @option(
     "--prompt-len",
     group=WORK,
@@ -153,7 +177,8 @@ def command(
     bundle: Path,
     workload: WorkloadName,
     peers: tuple[str, ...],
-    runs: int,
+    beside: tuple[Path, ...],
+    runs: int | None,
     prompt_len: int | None,
     new_tokens: int | None,
     requests: int | None,
@@ -181,14 +206,14 @@ def command(
     that no program takes. The first requests, served one at a time, must have the same tokens.
     """
     serving = {"requests": requests, "concurrency": concurrency, "alone": alone}
-    _check_usage(workload, peers, formats, plot, serving)
+    _check_usage(workload, (*peers, *map(str, beside)), formats, plot, serving)
     from llama_export.bench.machine import num_cores
     from llama_export.bench.setting import make_setting
 
     setting = make_setting(
         bundle,
         workload,
-        runs=runs,
+        runs=runs or (1 if workload == "build" else 5),
         threads=threads or num_cores(),
         prompt_len=prompt_len,
         new_tokens=new_tokens,
@@ -196,6 +221,7 @@ def command(
         peers=peers,
         **serving,
         weights_dir=weights_dir,
+        beside=beside,
     )
     timings = _measure(setting, plot)
     if record:
@@ -210,7 +236,7 @@ def command(
 
 def _check_usage(
     workload: str,
-    peers: tuple[str, ...],
+    others: tuple[str, ...],
     formats: tuple[Format, ...],
     plot: Path | None,
     serving: Mapping[str, int | None],
@@ -218,10 +244,12 @@ def _check_usage(
     for name, value in serving.items():
         if workload != "serve" and value is not None:
             raise click.UsageError(f"`--{name}` needs `--workload serve`, got {workload}")
-    if workload == "serve" and peers:
+    if workload == "serve" and others:
         raise click.UsageError("`--workload serve` compares with one request at a time, no PEER")
-    if workload == "serve" and len(formats) > 1:
-        raise click.UsageError("`--workload serve` takes one `--format`")
+    if workload == "build" and others:
+        raise click.UsageError("`--workload build` compares with the cache, no PEER")
+    if workload in ("serve", "build") and len(formats) > 1:
+        raise click.UsageError(f"`--workload {workload}` takes one `--format`")
     if plot is not None and workload not in ("decode", "prefill"):
         raise click.UsageError("`--plot` needs the workload decode or prefill")
     if plot is not None and plot.suffix not in (".png", ".svg"):
@@ -229,13 +257,17 @@ def _check_usage(
 
 
 def _measure(setting: Setting, plot: Path | None) -> Timings:
-    from llama_export.bench import figures, rounds, serving
+    from llama_export.bench import building, figures, rounds, serving
 
     if plot is not None:
         from llama_export.bench.plot import check_library, write_plot
 
         check_library()
-    measure = serving.measure if setting.name == "serve" else rounds.measure
+    special: dict[str, Callable[..., Timings]] = {
+        "serve": serving.measure,
+        "build": building.measure,
+    }
+    measure = special.get(setting.name, rounds.measure)
     with output.reporter() as reporter, tempfile.TemporaryDirectory() as scratch:
         timings = measure(setting, Path(scratch), reporter=reporter)
     if plot is not None:
@@ -252,6 +284,9 @@ def _show(timings: Timings) -> None:
         columns = ("", *(row.method for row in timings.rows))
         output.write_table(_serve_table(timings.rows), columns=columns)
         work = f"{workload.requests:,} requests, prompts up to {workload.prompt_len:,}"
+    elif workload.name == "build":
+        output.write_table([_build_row(row) for row in timings.rows], columns=BUILD_COLUMNS)
+        work = f"rows {workload.rows}"
     else:
         output.write_table([_row(row) for row in timings.rows], columns=COLUMNS)
         work = f"prompt {workload.prompt_len:,}, rows {workload.rows}"
@@ -301,6 +336,16 @@ def _serve_column(row: Timing) -> dict[str, str]:
 
 def _waits(values: Sequence[float]) -> str:
     return " / ".join(f"{value:.1f}" for value in values) or "-"
+
+
+def _build_row(row: Timing) -> tuple[str, ...]:
+    sizes = (row.peak_memory_bytes, row.disk_bytes)
+    return (
+        row.method,
+        _spread(row.build_s, row.build_s_range, 2),
+        *("-" if size is None else show_bytes(size) for size in sizes),
+        row.notes,
+    )
 
 
 def _spread(value: float | None, ends: tuple[float, ...], digits: int) -> str:

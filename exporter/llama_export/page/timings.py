@@ -59,6 +59,8 @@ class Timing:
         max_logit_difference: largest difference of a logit after the prompt from the first
             method's.
         latency: where requests shared an engine.
+        build_s: seconds of a build of one program, from the start of the process to its end.
+        build_s_range: quartiles of `build_s` over the runs.
     """
 
     method: str
@@ -74,6 +76,8 @@ class Timing:
     roofline_share: float | None = None
     max_logit_difference: float | None = None
     latency: Latency | None = None
+    build_s: float | None = None
+    build_s_range: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -105,7 +109,7 @@ class Workload:
     """What every method had to do.
 
     Attributes:
-        name: `decode`, `prefill`, `load` or `serve`.
+        name: `decode`, `prefill`, `load`, `serve` or `build`.
         prompt_len: tokens of the prompt; the most that a prompt has where lengths are random.
         new_tokens: tokens after it.
         runs: how often each method did it.
