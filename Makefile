@@ -17,11 +17,11 @@ demo: $(VENV)/installed
 	$(BIN)/llama-export verify $(BUNDLE)
 	$(BIN)/llama-export run $(BUNDLE) -p "Why is the sky blue?" --max-new 64 --stats
 
-# `make bench` after `make demo`; of another bundle: `make bench BUNDLE=folder`.
+# The table of BENCHMARKS.md, made anew. Engines that are not installed are listed as not measured; all
+# of them: `$(BIN)/pip install -e '.[peers]'`.
 bench: $(VENV)/installed-dev
-	$(BIN)/llama-export bench $(BUNDLE) --compare transformers --compare transformers-compiled
-	$(BIN)/llama-export bench $(BUNDLE) --workload prefill --compare transformers
-	$(BIN)/llama-export bench $(BUNDLE) --workload load --compare transformers
+	$(BIN)/python -m tests.benchmarks.table "$$($(BIN)/python tests/models.py $(DEMO))" \
+	  --folder $(DEMO)/bench --write BENCHMARKS.md
 
 test: $(VENV)/installed-dev
 	$(PYTEST)
