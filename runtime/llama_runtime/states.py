@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import mmap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +14,9 @@ import torch
 from llama_artifacts.dtypes import BY_TORCH, from_name
 from llama_artifacts.errors import InputError
 from llama_artifacts.signature import StateSpec, resolve, show
+
+LARGE_BYTES = 4 * 2**20
+"""States of so many bytes lie in large pages of memory."""
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -56,9 +62,7 @@ class States(Mapping[str, torch.Tensor]):
     ) -> States:
         """New states, all zero; `sizes` are those of dynamic dimensions, if there are any."""
         tensors = {
-            spec.name: torch.zeros(
-                resolve(spec.shape, sizes or {}), dtype=torch_dtype(spec.dtype), device=device
-            )
+            spec.name: _zeros(resolve(spec.shape, sizes or {}), torch_dtype(spec.dtype), device)
             for spec in specs
         }
         return cls(specs, tensors, device)
@@ -80,6 +84,20 @@ class States(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU in large pages of memory, where the system has them.
+
+    What a step reads lies all over a pool, and each small page would have to be looked up.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and num_bytes >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system that refuses
+            memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _sizes(specs: tuple[StateSpec, ...], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import torch
 from llama_artifacts.errors import InputError
 from llama_artifacts.signature import StateSpec
 from llama_runtime import LoadedBundle, States
+from llama_runtime.states import LARGE_BYTES
 
 CPU = torch.device("cpu")
 SHAPE = (2, 1, 8, 4)
@@ -123,3 +124,14 @@ def test_formats_with_equal_states_share_a_set(tiny_loaded: dict[str, LoadedBund
     assert isinstance(logits, torch.Tensor)
     assert isinstance(alone, torch.Tensor)
     torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
+
+
+def test_large_states_are_zero_and_their_own() -> None:
+    """They lie in memory that the system is asked for, whatever it makes of the wish."""
+    spec = StateSpec("state.large", "bf16", (LARGE_BYTES // 16, 8))
+    one, other = (States.zeros((spec,), CPU)["state.large"] for _ in range(2))
+    assert one.shape == (LARGE_BYTES // 16, 8)
+    assert one.is_contiguous()
+    assert not one.any()
+    one.fill_(1)
+    assert not other.any()
