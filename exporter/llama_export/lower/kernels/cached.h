@@ -33,7 +33,7 @@ inline Float load(const T* from, int part) {
 
 // Heads of one token over a block of places. `Place` says where place i begins.
 template <typename T, int Heads, int Width, typename Place>
-struct Block {
+struct Places {
   static constexpr int parts = Width / lanes;
   const T *keys, *values;
   const Place& place;
@@ -175,7 +175,7 @@ struct Block {
 };
 
 #if defined(CPU_CAPABILITY_AVX512)
-// The sums of `Block::add_pairs`, in order.
+// The sums of `Places::add_pairs`, in order.
 template <int Width>
 inline void put_in_order(float* sums) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -215,7 +215,7 @@ struct Attention {
   template <typename Place>
   void take(const T* keys, const T* values, int64_t first, int64_t count, const Place& place) {
     const int num = static_cast<int>(std::min<int64_t>(block_size, count - first));
-    Block<T, Heads, Width, Place> block{keys, values, place, first, num};
+    Places<T, Heads, Width, Place> block{keys, values, place, first, num};
     if (first == 0) block.fetch(0, count);
     block.fetch(first + block_size, count);
     int begin = 0;
