@@ -40,18 +40,18 @@ def run(command: Sequence[str], prompt: Sequence[int], *, max_new: int, threads:
     command = [*command, "--tokens", tokens, "--max-new", str(max_new)]
     command += ["--threads", str(threads), "--stats"]
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    output = os.read(process.stdout.fileno(), 1)
-    first_s = time.perf_counter() - started
-    peak_kb = 0
-    while piece := os.read(process.stdout.fileno(), 4096):
-        output += piece
-        peak_kb = max(peak_kb, _peak_kb(process.pid))
-    stats = process.stderr.read().decode()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output = os.read(process.stdout.fileno(), 1)
+        first_s = time.perf_counter() - started
+        peak_kb = 0
+        while piece := os.read(process.stdout.fileno(), 4096):
+            output += piece
+            peak_kb = max(peak_kb, _peak_kb(process.pid))
+        stats = process.stderr.read().decode()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     speed = re.search(r"decode\s+([0-9.]+) tokens/s", stats)
     if process.returncode or speed is None:
         raise SystemExit(f"{command[0]} failed: {stats}")
