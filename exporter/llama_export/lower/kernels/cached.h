@@ -37,13 +37,29 @@ struct Places {
   static constexpr int parts = Width / lanes;
   const T *keys, *values;
   const Place& place;
-  int64_t first;
+  int64_t first, count;
   int num;
   alignas(64) float weights[Heads][block_size];  // scores before
+
+  // Pages lie anywhere: what the next block needs of keys or values is fetched before it is due, a
+  // few places at a time, so that the memory works while this block is computed. Inlined, since GCC
+  // takes out calls of a function that does nothing but this.
+  __attribute__((always_inline)) void fetch(const T* states, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < std::min(end, count); ++i) {
+      const T* from = states + place(i);
+      for (int d = 0; d < Width; d += 64 / sizeof(T)) __builtin_prefetch(from + d, 0, 2);
+    }
+  }
+
+  // What the places from `begin` to `end` of the next block need.
+  __attribute__((always_inline)) void fetch_next(const T* states, int begin, int end) const {
+    fetch(states, first + block_size + begin, first + block_size + end);
+  }
 
   // From place `begin` of the block.
   void score(const float (*wanted)[Width], int begin) {
     for (int j = begin; j < num; ++j) {
+      fetch_next(keys, j, j + 1);
       const T* key = keys + place(first + j);
       Float found[parts];
 #pragma GCC unroll 16
@@ -68,6 +84,7 @@ struct Places {
     for (; j + columns <= num; j += columns) {
       alignas(64) float panel[Words * columns];
       for (int side = 0; side < columns; side += 16) {
+        fetch_next(keys, j + side, j + side + 16);
         const T* from = keys + place(first + j + side);
         for (int k = 0; k < Words; k += 16)
           at::vec::transpose_mxn<float, 16, 16>(reinterpret_cast<const float*>(from) + k, Words,
@@ -101,17 +118,6 @@ struct Places {
     }
   }
 
-  // Pages lie anywhere: what the block from place `from` needs is fetched before it is due.
-  void fetch(int64_t from, int64_t count) const {
-    for (int64_t i = from; i < std::min(from + block_size, count); ++i) {
-      const int64_t offset = place(i);
-      for (int d = 0; d < Width; d += 64 / sizeof(T)) {
-        __builtin_prefetch(keys + offset + d, 0, 2);
-        __builtin_prefetch(values + offset + d, 0, 2);
-      }
-    }
-  }
-
   void add(float (*sums)[Width]) const {
     Float kept[Heads][parts];
 #pragma GCC unroll 16
@@ -119,6 +125,7 @@ struct Places {
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) kept[h][p] = Float::loadu(sums[h] + p * lanes);
     for (int j = 0; j < num; ++j) {
+      fetch_next(values, j, j + 1);
       const T* value = values + place(first + j);
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) {
@@ -148,6 +155,7 @@ struct Places {
       for (int p = 0; p < parts; ++p) kept[h][p] = _mm512_loadu_ps(sums[h] + p * 16);
     }
     for (int j = 0; j < num; j += 2) {
+      fetch_next(values, j, j + 2);
       const T* one = values + place(first + j);
       const T* other = j + 1 < num ? values + place(first + j + 1) : nullptr;
 #pragma GCC unroll 16
@@ -215,9 +223,11 @@ struct Attention {
   template <typename Place>
   void take(const T* keys, const T* values, int64_t first, int64_t count, const Place& place) {
     const int num = static_cast<int>(std::min<int64_t>(block_size, count - first));
-    Places<T, Heads, Width, Place> block{keys, values, place, first, num};
-    if (first == 0) block.fetch(0, count);
-    block.fetch(first + block_size, count);
+    Places<T, Heads, Width, Place> block{keys, values, place, first, count, num};
+    if (first == 0) {
+      block.fetch(keys, 0, block_size);
+      block.fetch(values, 0, block_size);
+    }
     int begin = 0;
     if constexpr (has_panels && std::is_same_v<T, float>)
       begin = block.template score_panels<Floats, Width>(wanted[0]);
