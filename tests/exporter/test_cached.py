@@ -19,7 +19,11 @@ NUM_COLUMNS, NUM_PAGES = 5, 12
 
 @dataclass(frozen=True)
 class Case:
-    """Heads and pages of one call, whose tokens stand in three rows of a scattered table."""
+    """Heads and pages of one call, whose tokens stand in three rows of a scattered table.
+
+    Anywhere in them; or, where there is a start, one after the other from there in one row, but for
+    the last two.
+    """
 
     dtype: torch.dtype
     kv_heads: int
@@ -28,6 +32,7 @@ class Case:
     page: int
     num_tokens: int
     q_dtype: torch.dtype = torch.float32
+    start: int | None = None
 
     def arguments(self) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(self.width * 1000 + self.page * 10 + self.group)
@@ -42,10 +47,22 @@ class Case:
         last = NUM_COLUMNS * self.page - 1
         positions = torch.randint(last, (self.num_tokens,), generator=generator).int()
         positions[0], positions[-1] = 0, last
+        if self.start is not None:
+            in_turn = self.num_tokens - 2
+            rows[:in_turn] = 1
+            positions[:in_turn] = torch.arange(self.start, self.start + in_turn)
         return q.to(self.q_dtype), keys, values, table, rows, positions
 
 
+IN_TURN = [
+    Case(torch.bfloat16, 3, 3, 64, 16, 43, torch.bfloat16, start=0),
+    Case(torch.bfloat16, 1, 4, 128, 32, 70, torch.bfloat16, start=61),
+    Case(torch.bfloat16, 2, 3, 64, 16, 24, start=30),
+    Case(torch.float32, 2, 3, 64, 16, 71, start=5),
+    Case(torch.float32, 1, 2, 32, 100, 40, start=99),
+]
 CASES = [
+    *IN_TURN,
     Case(torch.bfloat16, 3, 3, 64, 16, 7),
     Case(torch.bfloat16, 3, 3, 64, 16, 8, torch.bfloat16),
     Case(torch.bfloat16, 1, 2, 32, 100, 9, torch.bfloat16),
@@ -127,12 +144,40 @@ def test_the_kernel_reads_nothing_that_a_token_does_not_see(package: Path) -> No
 
 
 @pytest.mark.slow
+def test_tokens_in_turn_give_what_each_gives_by_itself(package: Path) -> None:
+    run = load_native(package)
+    calls = all_arguments()
+    turned = [
+        (q.flip(0), keys, values, table, rows.flip(0), positions.flip(0))
+        for q, keys, values, table, rows, positions in calls
+    ]
+    for forward, backward in zip(run(calls), run(turned), strict=True):
+        assert torch.equal(forward, backward.flip(0))
+
+
+@pytest.mark.slow
+def test_no_token_sees_what_follows_it_in_the_same_call(package: Path) -> None:
+    run = load_native(package)
+    calls = all_arguments()
+    clean = run(calls)
+    for case, (_, keys, values, table, rows, positions) in zip(CASES, calls, strict=True):
+        if case in IN_TURN:
+            page, place = divmod(int(positions[-3]), case.page)
+            for state in (keys, values):
+                state[table[rows[-3], page], :, place] = NEVER_READ
+    for case, before, after in zip(CASES, clean, run(calls), strict=True):
+        if case in IN_TURN:
+            assert torch.equal(before[:-3], after[:-3])
+            assert after[-3].isnan().all()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "value"), [(3, NUM_PAGES), (3, -1), (4, 3), (5, NUM_COLUMNS * 16), (5, -1)]
 )
 def test_a_place_that_does_not_exist(package: Path, argument: int, value: int) -> None:
     run = load_native(package)
     calls = all_arguments()
-    calls[0][argument].view(-1)[1] = value
+    calls[len(IN_TURN)][argument].view(-1)[1] = value
     with pytest.raises(RuntimeError):
         run(calls)

@@ -21,6 +21,8 @@ from llama_export.lower.kernel import Call, Kernel, headers
 # Heads are taken one at a time where there would be too few pieces of work for the threads.
 _BODY = """{{
   constexpr int heads = llama_export::heads_at_once({group}, {width});
+  constexpr int tokens = llama_export::tokens_at_once(heads, {page});
+  constexpr int64_t stride = {num_heads}L * {width}L;
   for (int64_t i = 0; i < num_rows * num_columns; ++i)
     AOTI_TORCH_CHECK(0 <= table[i] && table[i] < num_pages, "a page of the table is outside of the pool");
   for (int64_t p = 0; p < num; ++p) {{
@@ -28,26 +30,30 @@ _BODY = """{{
     AOTI_TORCH_CHECK(0 <= positions[p] && positions[p] < num_columns * {page}L,
                      "a token's position is outside of its row");
   }}
-  const auto piece = [&](int64_t p, int first_head, int last_head, auto together) {{
+  const auto piece = [&](int64_t p, int first_head, int last_head, auto heads, auto tokens) {{
     const int32_t* pages = table + rows[p] * num_columns;
     const auto page = [&](int64_t i, int shared) {{
       return (pages[i] * {kv_heads}L + shared) * {page}L * {width}L;
     }};
-    const int64_t offset = p * {num_heads}L * {width}L;
-    llama_export::attend<together.value, {width}, {page}, {group}>(
-        q + offset, keys, values, first_head, last_head, positions[p] + 1L, {scale}f, page, y + offset);
+    llama_export::attend<heads.value, tokens.value, {width}, {page}, {group}>(
+        q + p * stride, keys, values, first_head, last_head, stride, positions[p] + 1L, {scale}f, page,
+        y + p * stride);
   }};
-  #pragma omp parallel
-  {{
-    if (num >= 4 * omp_get_num_threads()) {{
-      #pragma omp for schedule(dynamic, 1)
-      for (int64_t p = 0; p < num; ++p)
-        piece(p, 0, {num_heads}, std::integral_constant<int, heads>());
-    }} else {{
-      #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < num * {num_heads}; ++i)
-        piece(i / {num_heads}, i % {num_heads}, i % {num_heads} + 1, std::integral_constant<int, 1>());
+  const std::integral_constant<int, 1> one;
+  if (num >= 4 * omp_get_max_threads()) {{
+    const std::integral_constant<int, heads> some;
+    const auto starts = llama_export::pieces<tokens>(rows, positions, num);
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (size_t i = 0; i < starts.size() - 1; ++i) {{
+      if (tokens > 1 && starts[i + 1] - starts[i] == tokens)
+        piece(starts[i], 0, {num_heads}, some, std::integral_constant<int, tokens>());
+      else
+        piece(starts[i], 0, {num_heads}, some, one);
     }}
+  }} else {{
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num * {num_heads}; ++i)
+      piece(i / {num_heads}, i % {num_heads}, i % {num_heads} + 1, one, one);
   }}
 }}
 """

@@ -9,6 +9,7 @@
 namespace llama_export {
 
 constexpr int block_size = 64;
+constexpr int run_size = 16;  // places that lie together, where pages hold a multiple of them
 
 // How many of the query heads that share a key/value head are taken together: as many as divide
 // them and whose sums the registers hold.
@@ -16,6 +17,12 @@ constexpr int heads_at_once(int group, int width) {
   int heads = 12 * lanes / width;
   while (heads > 1 && group % heads) --heads;
   return heads > 1 ? heads : 1;
+}
+
+// How many tokens of a row that follow each other are taken together: a panel of keys or values,
+// once laid out, serves them all.
+constexpr int tokens_at_once(int heads, int page) {
+  return page % run_size == 0 && heads < Floats::max_rows ? Floats::max_rows / heads : 1;
 }
 
 // Vector `part` of a row, as floats.
@@ -31,15 +38,22 @@ inline Float load(const T* from, int part) {
   }
 }
 
-// Heads of one token over a block of places. `Place` says where place i begins.
-template <typename T, int Heads, int Width, typename Place>
+// Some heads of some tokens, each a row, over a block of places. `Place` says where place i begins.
+template <typename T, int Heads, int Tokens, int Width, typename Place>
 struct Places {
-  static constexpr int parts = Width / lanes;
+  static constexpr int rows = Heads * Tokens, parts = Width / lanes;
   const T *keys, *values;
   const Place& place;
-  int64_t first, count;
-  int num;
-  alignas(64) float weights[Heads][block_size];  // scores before
+  int64_t first, count;  // places before the block, and all that the last token sees
+  int nums[Tokens] = {};  // places of the block that each token sees, in rising order
+  alignas(64) float weights[rows][block_size];  // scores before
+
+  // Token t sees t places more than the first, which sees `least`.
+  Places(const T* keys, const T* values, const Place& place, int64_t first, int64_t least)
+      : keys(keys), values(values), place(place), first(first), count(least + Tokens - 1) {
+    for (int t = 0; t < Tokens; ++t)
+      nums[t] = static_cast<int>(std::clamp<int64_t>(least + t - first, 0, block_size));
+  }
 
   // Pages lie anywhere: what the next block needs of keys or values is fetched before it is due, a
   // few places at a time, so that the memory works while this block is computed. Inlined, since GCC
@@ -56,16 +70,30 @@ struct Places {
     fetch(states, first + block_size + begin, first + block_size + end);
   }
 
-  // From place `begin` of the block.
-  void score(const float (*wanted)[Width], int begin) {
-    for (int j = begin; j < num; ++j) {
+  // Keys or values of 16 places from place i of the block, of which the row has a place at least:
+  // they lie together where pages hold a multiple of 16.
+  const T* run(const T* states, int i) const {
+    static_assert(block_size % run_size == 0);
+    return states + place(first + i);
+  }
+
+  // The run that is as far in the next block as place i is in this one.
+  __attribute__((always_inline)) void fetch_run(const T* states, int i) const {
+    if (first + block_size + i >= count) return;
+    const T* from = run(states, block_size + i);
+    for (int d = 0; d < run_size * Width; d += 64 / sizeof(T)) __builtin_prefetch(from + d, 0, 2);
+  }
+
+  // Scores of token t.
+  void score(const float (*wanted)[Width], int t) {
+    for (int j = 0; j < nums[t]; ++j) {
       fetch_next(keys, j, j + 1);
       const T* key = keys + place(first + j);
       Float found[parts];
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) found[p] = load(key, p);
 #pragma GCC unroll 16
-      for (int h = 0; h < Heads; ++h) {
+      for (int h = t * Heads; h < (t + 1) * Heads; ++h) {
         Float dot = Float::loadu(wanted[h]) * found[0];
 #pragma GCC unroll 16
         for (int p = 1; p < parts; ++p)
@@ -75,56 +103,65 @@ struct Places {
     }
   }
 
-  // As many as there are of twice 16 places; returns where it ended. Keys are laid out as a panel,
-  // since a sum over the lanes of a vector for each score costs more. Also of one head, so that a
-  // score does not depend on how many are taken together.
+  // Scores of all tokens, also of some places that none of them sees. Keys are laid out as a panel,
+  // since a sum over the lanes of a vector for each score costs more.
   template <typename Tile, int Words>
-  int score_panels(const float* q) {
-    int j = 0;
-    for (; j + columns <= num; j += columns) {
+  void score_panels(const float* q) {
+    const int most = nums[Tokens - 1];
+    for (int j = 0; j < most; j += columns) {
       alignas(64) float panel[Words * columns];
-      for (int side = 0; side < columns; side += 16) {
-        fetch_next(keys, j + side, j + side + 16);
-        const T* from = keys + place(first + j + side);
+      for (int i = j; i < j + columns; i += run_size) {
+        if (i >= most) {
+          for (int k = 0; k < Words; ++k) std::fill_n(panel + k * columns + i - j, run_size, 0.0f);
+          continue;
+        }
+        fetch_run(keys, i);
+        const float* from = reinterpret_cast<const float*>(run(keys, i));
         for (int k = 0; k < Words; k += 16)
-          at::vec::transpose_mxn<float, 16, 16>(reinterpret_cast<const float*>(from) + k, Words,
-                                                panel + k * columns + side, columns);
+          at::vec::transpose_mxn<float, 16, 16>(from + k, Words, panel + k * columns + i - j,
+                                                columns);
       }
-      Tile::template tile<Heads>(q, Words, panel, weights[0] + j, block_size);
+      for (int h = 0; h < rows; h += std::min(rows, Tile::max_rows))
+        Tile::template tile<std::min(rows, Tile::max_rows)>(q + h * Words, Words, panel,
+                                                            weights[h] + j, block_size);
     }
-    return j;
   }
 
-  // Scores become weights; the sums so far shrink where a larger score came.
-  void soften(float* largest, float* total, float (*sums)[Width]) {
-#pragma GCC unroll 16
-    for (int h = 0; h < Heads; ++h) {
-      float most = largest[h];
-      for (int j = 0; j < num; ++j) most = std::max(most, weights[h][j]);
-      for (int j = num; j % lanes; ++j) weights[h][j] = -std::numeric_limits<float>::infinity();
-      Float added(0.0f);
-      for (int j = 0; j < num; j += lanes) {
-        const Float less = Float::loadu(weights[h] + j) - Float(most);
-        const Float weight = std::is_same_v<T, float> ? less.exp() : less.exp_u20();
-        weight.store(weights[h] + j);
-        added = added + weight;
-      }
-      const float kept = std::exp(largest[h] - most);
-      total[h] = total[h] * kept + sum_of(added);
-      largest[h] = most;
+  // Scores of a row, times `unit`, become weights; its sums so far shrink where a larger came.
+  void soften(int h, float unit, float* largest, Float* total, float (*sums)[Width]) {
+    const int num = nums[h / Heads];
+    for (int j = num; j % lanes; ++j) weights[h][j] = -std::numeric_limits<float>::infinity();
+    Float found(largest[h]), added(0.0f);
+    for (int j = 0; j < num; j += lanes)
+      found = at::vec::maximum(found, Float::loadu(weights[h] + j));
+    const float most = at::vec::vec_reduce_all<float>(
+        [](Float& a, Float& b) { return at::vec::maximum(a, b); }, found);
+    for (int j = 0; j < num; j += lanes) {
+      const Float less = (Float::loadu(weights[h] + j) - Float(most)) * Float(unit);
+      const Float weight = std::is_same_v<T, float> ? less.exp() : less.exp_u20();
+      weight.store(weights[h] + j);
+      added = added + weight;
+    }
+    if (most != largest[h]) {
+      const Float kept(std::exp((largest[h] - most) * unit));
+      total[h] = total[h] * kept;
 #pragma GCC unroll 16
       for (int p = 0; p < Width; p += lanes)
-        (Float::loadu(sums[h] + p) * Float(kept)).store(sums[h] + p);
+        (Float::loadu(sums[h] + p) * kept).store(sums[h] + p);
+      largest[h] = most;
     }
+    total[h] = total[h] + added;
   }
 
-  void add(float (*sums)[Width]) const {
+  // Adds the weighted values of token t.
+  void add(int t, float (*all)[Width]) const {
+    float(*sums)[Width] = all + t * Heads;
     Float kept[Heads][parts];
 #pragma GCC unroll 16
     for (int h = 0; h < Heads; ++h)
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) kept[h][p] = Float::loadu(sums[h] + p * lanes);
-    for (int j = 0; j < num; ++j) {
+    for (int j = 0; j < nums[t]; ++j) {
       fetch_next(values, j, j + 1);
       const T* value = values + place(first + j);
 #pragma GCC unroll 16
@@ -132,7 +169,7 @@ struct Places {
         const Float found = load(value, p);
 #pragma GCC unroll 16
         for (int h = 0; h < Heads; ++h)
-          kept[h][p] = at::vec::fmadd(Float(weights[h][j]), found, kept[h][p]);
+          kept[h][p] = at::vec::fmadd(Float(weights[t * Heads + h][j]), found, kept[h][p]);
       }
     }
 #pragma GCC unroll 16
@@ -142,42 +179,106 @@ struct Places {
   }
 
 #if defined(CPU_CAPABILITY_AVX512)
-  // Two places at a time; the sums' order is that of `_mm512_unpacklo_epi16` and `unpackhi`.
-  __attribute__((target("avx512bf16"))) void add_pairs(float (*sums)[Width]) const {
-    alignas(64) at::BFloat16 rounded[Heads][block_size];
-    __m512 kept[Heads][parts];
+  // Columns from `at` of the values of two places, or of one, in pairs: in the order of
+  // `_mm512_unpacklo_epi16` and `unpackhi`.
+  __attribute__((always_inline)) static void pair_up(const T* one, const T* other, int at,
+                                                     __m512i* low, __m512i* high) {
+    const __m512i a = _mm512_loadu_si512(one + at);
+    const __m512i b = other ? _mm512_loadu_si512(other + at) : _mm512_setzero_si512();
+    *low = _mm512_unpacklo_epi16(a, b);
+    *high = _mm512_unpackhi_epi16(a, b);
+  }
+
+  using Rounded = at::BFloat16[rows][block_size];
+
+  __attribute__((target("avx512bf16"))) void round(int h, Rounded& rounded) const {
+    for (int j = 0; j < nums[h / Heads]; j += 16)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[h] + j),
+                         (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(weights[h] + j)));
+  }
+
+  // Adds the weighted values of some rows from place `begin`, two places at a time.
+  template <int Num>
+  __attribute__((target("avx512bf16"))) void add_pairs(int num, const at::BFloat16 (*rounded)[block_size],
+                                                       int begin, float (*sums)[Width]) const {
+    __m512 kept[Num][parts];
 #pragma GCC unroll 16
-    for (int h = 0; h < Heads; ++h) {
-      for (int j = 0; j < num; j += 16)
-        _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[h] + j),
-                           (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(weights[h] + j)));
+    for (int h = 0; h < Num; ++h)
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) kept[h][p] = _mm512_loadu_ps(sums[h] + p * 16);
-    }
-    for (int j = 0; j < num; j += 2) {
-      fetch_next(values, j, j + 2);
+    for (int j = begin; j < num; j += 2) {
+      if constexpr (Tokens == 1) fetch_next(values, j, j + 2);
       const T* one = values + place(first + j);
       const T* other = j + 1 < num ? values + place(first + j + 1) : nullptr;
 #pragma GCC unroll 16
       for (int p = 0; p < parts; p += 2) {
-        const __m512i a = _mm512_loadu_si512(one + p * 16);
-        const __m512i b = other ? _mm512_loadu_si512(other + p * 16) : _mm512_setzero_si512();
-        const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b);
-        const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+        __m512i low, high;
+        pair_up(one, other, p * 16, &low, &high);
 #pragma GCC unroll 16
-        for (int h = 0; h < Heads; ++h) {
+        for (int h = 0; h < Num; ++h) {
           int32_t both;
           std::memcpy(&both, rounded[h] + j, sizeof(both));
           const __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
-          kept[h][p] = _mm512_dpbf16_ps(kept[h][p], low, weight);
-          kept[h][p + 1] = _mm512_dpbf16_ps(kept[h][p + 1], high, weight);
+          kept[h][p] = _mm512_dpbf16_ps(kept[h][p], (__m512bh)low, weight);
+          kept[h][p + 1] = _mm512_dpbf16_ps(kept[h][p + 1], (__m512bh)high, weight);
         }
       }
     }
 #pragma GCC unroll 16
-    for (int h = 0; h < Heads; ++h)
+    for (int h = 0; h < Num; ++h)
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) _mm512_storeu_ps(sums[h] + p * 16, kept[h][p]);
+  }
+
+  // As `add_pairs` for every row, whose sums the registers hold for 32 columns at a time: the first
+  // `num` places, an even number, laid out as a panel.
+  __attribute__((target("avx512bf16"))) void add_panel(int num, const Rounded& rounded,
+                                                       float (*sums)[Width]) const {
+    alignas(64) __m512i panel[Width / 32][block_size / 2][2];
+    for (int j = 0; j < num; j += run_size) {
+      fetch_run(values, j);
+      const T* from = run(values, j);
+      for (int i = 0; i < std::min(run_size, num - j); i += 2, from += 2 * Width)
+#pragma GCC unroll 16
+        for (int p = 0; p < parts; p += 2) {
+          __m512i* to = panel[p / 2][(j + i) / 2];
+          pair_up(from, from + Width, p * 16, to, to + 1);
+        }
+    }
+    for (int p = 0; p < parts; p += 2) {
+      __m512 kept[rows][2];
+#pragma GCC unroll 16
+      for (int h = 0; h < rows; ++h)
+#pragma GCC unroll 16
+        for (int i = 0; i < 2; ++i) kept[h][i] = _mm512_loadu_ps(sums[h] + (p + i) * 16);
+      for (int j = 0; j < num; j += 2) {
+        const __m512bh low = (__m512bh)panel[p / 2][j / 2][0];
+        const __m512bh high = (__m512bh)panel[p / 2][j / 2][1];
+#pragma GCC unroll 16
+        for (int h = 0; h < rows; ++h) {
+          int32_t both;
+          std::memcpy(&both, rounded[h] + j, sizeof(both));
+          const __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+          kept[h][0] = _mm512_dpbf16_ps(kept[h][0], low, weight);
+          kept[h][1] = _mm512_dpbf16_ps(kept[h][1], high, weight);
+        }
+      }
+#pragma GCC unroll 16
+      for (int h = 0; h < rows; ++h)
+#pragma GCC unroll 16
+        for (int i = 0; i < 2; ++i) _mm512_storeu_ps(sums[h] + (p + i) * 16, kept[h][i]);
+    }
+  }
+
+  // Adds the weighted values of all tokens; what only some of them see, a token at a time, so that
+  // nothing that a token does not see touches its sums.
+  void add_all_pairs(float (*sums)[Width]) const {
+    alignas(64) Rounded rounded;
+    for (int h = 0; h < rows; ++h) round(h, rounded);
+    const int shared = Tokens > 1 ? nums[0] / 2 * 2 : 0;
+    if constexpr (Tokens > 1) add_panel(shared, rounded, sums);
+    for (int t = 0; t < Tokens; ++t)
+      add_pairs<Heads>(nums[t], rounded + t * Heads, shared, sums + t * Heads);
   }
 #endif
 };
@@ -196,92 +297,123 @@ inline void put_in_order(float* sums) {
 }
 #endif
 
-// Attention of `Heads` query heads of one token that share a key/value head, block by block.
-// `place(i)` is where place i of this head begins.
-template <typename Q, typename T, int Heads, int Width, int Page>
+// Attention of `Heads` query heads that share a key/value head, of `Tokens` tokens of a row that
+// follow each other, block by block. `place(i)` is where place i of this head begins.
+template <typename Q, typename T, int Heads, int Tokens, int Width, int Page>
 struct Attention {
   static_assert(Width % 16 == 0);
-  static constexpr bool has_panels = Page % 16 == 0;
+  static constexpr int rows = Heads * Tokens;
+  static constexpr bool has_panels = Page % run_size == 0;
 #if defined(CPU_CAPABILITY_AVX512)
   static constexpr bool may_pair =
       std::is_same_v<Q, at::BFloat16> && std::is_same_v<T, at::BFloat16> && Width % 32 == 0;
   const bool has_pairs = may_pair && Pairs::is_there();
 #endif
-  const Q* q;
   float scale;
-  alignas(64) float wanted[Heads][Width], sums[Heads][Width] = {};
-  float largest[Heads], total[Heads] = {};
+  alignas(64) Q q[rows][Width];
+  alignas(64) float wanted[rows][Width], sums[rows][Width] = {};
+  float largest[rows];
+  Float total[rows];
 
-  Attention(const Q* q, float scale) : q(q), scale(scale) {
-    for (int h = 0; h < Heads; ++h) {
-      for (int d = 0; d < Width; ++d) wanted[h][d] = static_cast<float>(q[h * Width + d]) * scale;
+  // `stride` lies between two tokens of q.
+  Attention(const Q* from, int64_t stride, float scale) : scale(scale) {
+    for (int h = 0; h < rows; ++h) {
+      std::copy_n(from + h / Heads * stride + h % Heads * Width, Width, q[h]);
+      for (int d = 0; d < Width; ++d) wanted[h][d] = static_cast<float>(q[h][d]) * scale;
       largest[h] = -std::numeric_limits<float>::infinity();
+      total[h] = Float(0.0f);
     }
   }
 
-  // Takes the places from `first`, one block of all `count`.
+  // Takes the block of places from `first`; the first token sees `least` places.
   template <typename Place>
-  void take(const T* keys, const T* values, int64_t first, int64_t count, const Place& place) {
-    const int num = static_cast<int>(std::min<int64_t>(block_size, count - first));
-    Places<T, Heads, Width, Place> block{keys, values, place, first, count, num};
+  void take(const T* keys, const T* values, int64_t first, int64_t least, const Place& place) {
+    Places<T, Heads, Tokens, Width, Place> block(keys, values, place, first, least);
     if (first == 0) {
       block.fetch(keys, 0, block_size);
       block.fetch(values, 0, block_size);
     }
-    int begin = 0;
-    if constexpr (has_panels && std::is_same_v<T, float>)
-      begin = block.template score_panels<Floats, Width>(wanted[0]);
+    const float unit = score(block);
+    for (int h = 0; h < rows; ++h)
+      if (block.nums[h / Heads] > 0) block.soften(h, unit, largest, total, sums);
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (may_pair) {
+      if (has_pairs) return block.add_all_pairs(sums);
+    }
+#endif
+    for (int t = 0; t < Tokens; ++t) block.add(t, sums);
+  }
+
+  // Returns what the scores have to be multiplied by.
+  template <typename Block>
+  float score(Block& block) {
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (has_panels && may_pair) {
       if (has_pairs) {
-        begin = block.template score_panels<Pairs, Width / 2>(reinterpret_cast<const float*>(q));
-        for (int h = 0; h < Heads; ++h)
-          for (int j = 0; j < begin; j += lanes)
-            (Float::loadu(block.weights[h] + j) * Float(scale)).store(block.weights[h] + j);
+        block.template score_panels<Pairs, Width / 2>(reinterpret_cast<const float*>(q[0]));
+        return scale;
       }
     }
 #endif
-    block.score(wanted, begin);
-    block.soften(largest, total, sums);
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (may_pair) {
-      if (has_pairs) return block.add_pairs(sums);
-    }
-#endif
-    block.add(sums);
+    if constexpr (has_panels && std::is_same_v<T, float>)
+      block.template score_panels<Floats, Width>(wanted[0]);
+    else
+      for (int t = 0; t < Tokens; ++t) block.score(wanted, t);
+    return 1.0f;
   }
 
-  void finish(float* out) {
-    for (int h = 0; h < Heads; ++h) {
+  // `stride` lies between two tokens of `out`.
+  void finish(float* out, int64_t stride) {
+    for (int h = 0; h < rows; ++h) {
 #if defined(CPU_CAPABILITY_AVX512)
       if constexpr (may_pair) {
         if (has_pairs) put_in_order<Width>(sums[h]);
       }
 #endif
+      float* to = out + h / Heads * stride + h % Heads * Width;
+      const Float sum(sum_of(total[h]));
       for (int p = 0; p < Width; p += lanes)
-        (Float::loadu(sums[h] + p) / Float(total[h])).store(out + h * Width + p);
+        (Float::loadu(sums[h] + p) / sum).store(to + p);
     }
   }
 };
 
-// Attention of the query heads `first_head` to `last_head` of one token over `count` places. Heads
-// take turns block by block, since the keys of a page lie together. `page(i, k)` is where the i-th
-// page begins of key/value head k, which `Group` query heads share; `Heads` of them are taken
-// together.
-template <int Heads, int Width, int Page, int Group, typename Q, typename T, typename PageOf>
+// Attention of the query heads `first_head` to `last_head` of `Tokens` tokens of a row that follow
+// each other, `stride` apart in q and `out`; the first of them sees `least` places. Heads take
+// turns block by block, since the keys of a page lie together. `page(i, k)` is where the i-th page
+// begins of key/value head k, which `Group` query heads share; `Heads` of them are taken together.
+template <int Heads, int Tokens, int Width, int Page, int Group, typename Q, typename T,
+          typename PageOf>
 inline void attend(const Q* q, const T* keys, const T* values, int first_head, int last_head,
-                   int64_t count, float scale, const PageOf& page, float* out) {
-  std::vector<Attention<Q, T, Heads, Width, Page>> heads;
+                   int64_t stride, int64_t least, float scale, const PageOf& page, float* out) {
+  std::vector<Attention<Q, T, Heads, Tokens, Width, Page>> heads;
   heads.reserve((last_head - first_head) / Heads);
-  for (int h = first_head; h < last_head; h += Heads) heads.emplace_back(q + h * Width, scale);
-  for (int64_t first = 0; first < count; first += block_size)
+  for (int h = first_head; h < last_head; h += Heads)
+    heads.emplace_back(q + h * Width, stride, scale);
+  for (int64_t first = 0; first < least + Tokens - 1; first += block_size)
     for (int i = 0; i < static_cast<int>(heads.size()); ++i) {
       const int shared = (first_head + i * Heads) / Group;
-      heads[i].take(keys, values, first, count,
+      heads[i].take(keys, values, first, least,
                     [&](int64_t j) { return page(j / Page, shared) + j % Page * Width; });
     }
   for (int i = 0; i < static_cast<int>(heads.size()); ++i)
-    heads[i].finish(out + (first_head + i * Heads) * Width);
+    heads[i].finish(out + (first_head + i * Heads) * Width, stride);
+}
+
+// Where pieces of work begin among tokens: `Tokens` of a row that follow each other, or one.
+template <int Tokens>
+inline std::vector<int64_t> pieces(const int32_t* rows, const int32_t* positions, int64_t num) {
+  std::vector<int64_t> starts;
+  for (int64_t p = 0; p < num;) {
+    starts.push_back(p);
+    int64_t end = p + 1;
+    while (end < std::min(p + Tokens, num) && rows[end] == rows[p] &&
+           positions[end] == positions[p] + (end - p))
+      ++end;
+    p = end == p + Tokens ? end : p + 1;
+  }
+  starts.push_back(num);
+  return starts;
 }
 
 }  // namespace llama_export
