@@ -246,7 +246,9 @@ class Calls(nn.Module):
             yield given[:, :width].to(dtype), codes, scales, num_rows is None
 
     def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        return [products(given, codes, scales) for given, codes, scales, _ in self.parts(x, y)]
+        return [
+            products(given, codes, scales, False) for given, codes, scales, _ in self.parts(x, y)
+        ]
 
     def check(self, actual: list[Tensor], x: Tensor, y: Tensor) -> None:
         for result, (given, codes, scales, is_decoded) in zip(
@@ -273,6 +275,7 @@ def test_the_operator_is_whole(dtype: torch.dtype) -> None:
         draw(2, 64).to(dtype),
         [codes for codes, _ in weights],
         [scale for _, scale in weights],
+        False,
     )
     torch.library.opcheck(torch.ops.llama_export.products.default, arguments)
 

@@ -35,7 +35,7 @@ _SCHEDULED_LAYERS = 4
 """One more, since Inductor keeps parts of the residual sum of a few layers."""
 
 _OPEN_ROWS = 8
-"""A batch that is traced where it is open: too large for the fused form of products."""
+"""A batch that is traced where it is open: more rows than are written out one by one."""
 
 _OPEN_LENGTH = 256
 

@@ -21,8 +21,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.export.passes import move_to_device_pass
 
-import llama_export.lower.cached  # lowerings that Inductor finds by their operators
-import llama_export.lower.products  # noqa: F401
+import llama_export.lower.cached  # noqa: F401  # a lowering that Inductor finds by its operator
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import BuildError
 from llama_artifacts.manifest import Target
@@ -31,14 +30,15 @@ from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.lower.file_names import without_file_names
+from llama_export.lower.products import MAX_ROWS
 from llama_export.lower.small_loops import small_loops_serial
 from llama_export.model.formulation import Formulation
 from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
 
-# Up to so many rows, reading the stored weight decides, and a kernel of ours beats a library product.
-MAX_FUSED_ROWS = 64
+# Pairs of bf16 are multiplied by kernels of ours, whatever the number of rows.
+_ANY_ROWS = 1 << 31
 
 # Of the environment of a compiler, what changes no code.
 _NO_MATTER = ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")
@@ -55,10 +55,12 @@ class AotiBackend:
 
     def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
         if place.device == "cpu":
+            _, target = _options(place.device, place.isa)
+            is_paired = dtype == torch.bfloat16 and target.isa == "avx512"
             return Formulation(
                 dtype,
                 reads_positions=True,
-                max_fused_rows=MAX_FUSED_ROWS,
+                max_fused_rows=_ANY_ROWS if is_paired else MAX_ROWS,
                 numerics=place.numerics,
             )
         has_units = torch.cuda.get_device_capability() >= (8, 9)

@@ -37,10 +37,11 @@ class Kernel(ir.ExternKernelOut):
         inputs: Sequence[ir.TensorBox],
         size: Sequence[Any],
         counts: Sequence[Any] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         realized = [ir.ExternKernel.realize_input(node) for node in inputs]
         nodes = [ir.ExternKernel.require_contiguous(node) for node in realized]
-        layout = ir.FixedLayout(inputs[0].get_device_or_error(), torch.float32, list(size))
+        layout = ir.FixedLayout(inputs[0].get_device_or_error(), dtype, list(size))
         super().__init__(layout, nodes, constant_args=tuple(counts))
 
     @abstractmethod

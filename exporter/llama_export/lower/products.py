@@ -13,10 +13,14 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
+from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 from torch._inductor.lowering import register_lowering
 
 import llama_export.model.products  # noqa: F401  # the operator
 from llama_export.lower.kernel import Call, Kernel, headers
+
+MAX_ROWS = 64
+"""Up to so many rows of x these kernels beat a library's products, whatever the CPU and dtype."""
 
 _FEW = 3
 """Rows of x that are multiplied as dot products; `few` in the kernel."""
@@ -31,7 +35,14 @@ _LOOP = """
     {calls}
   }}
 """
-_SHARED = """{{
+# Many rows, where the library is better at them.
+_LIBRARY = """
+  if (num > {max_rows} && llama_export::has_tiles()) {{
+    {calls}
+    return;
+  }}
+"""
+_SHARED = """{{{library}
   const llama_export::Given<{dtype}> given(x, num, {width}, {has_pairs});
   #pragma omp parallel
   {{{loop}  }}
@@ -44,7 +55,16 @@ _OWN = """{{
 """
 
 
-class Products(Kernel):
+class _Products(Kernel):
+    def _parameters(self, dtypes: Sequence[str], num_weights: int) -> list[tuple[str, str]]:
+        """Of a kernel of x, weights and perhaps a scale for each."""
+        weights = range(num_weights)
+        names = ["x", *(f"w{i}" for i in weights), *(f"s{i}" for i in weights)][: len(dtypes)]
+        inputs = [(f"const {dtype}*", name) for dtype, name in zip(dtypes, names, strict=True)]
+        return [*inputs, ("int64_t", "num"), (f"{DTYPE_TO_CPP[self.dtype]}*", "y")]
+
+
+class Products(_Products):
     """Inputs are x [R, H] and the weights [V, H]; the count is R."""
 
     def source(
@@ -58,12 +78,13 @@ class Products(Kernel):
             dtype=dtypes[0],
             width=width,
             has_pairs=f"num > {_FEW}" if has_bf16 else "false",
+            library=_library(num, rows, width) if has_bf16 and dtypes[0] == dtypes[1] else "",
             loop=_loop(rows, calls),
         )
-        return headers("vectors", "products"), _parameters(dtypes, len(rows)), body
+        return headers("vectors", "products"), self._parameters(dtypes, len(rows)), body
 
 
-class CodedProducts(Kernel):
+class CodedProducts(_Products):
     """Inputs are x [R, H], the codes of each weight, then the scales [V, G] of each, bf16.
 
     Weights of one call have codes of one dtype and groups of one size. For few rows codes become
@@ -84,23 +105,27 @@ class CodedProducts(Kernel):
             kind = f"{dtypes[0]}, {dtypes[1]}, {few}, {width}, {group}"
             body = _OWN.format(kind=kind, loop=loop)
         else:
-            body = _SHARED.format(dtype=dtypes[0], width=width, has_pairs="true", loop=loop)
-        parameters = _parameters(dtypes, len(rows))
+            body = _SHARED.format(
+                dtype=dtypes[0], width=width, has_pairs="true", library="", loop=loop
+            )
+        parameters = self._parameters(dtypes, len(rows))
         return headers("vectors", "products", "integers"), parameters, body
+
+
+def _library(num: Any, rows: Sequence[int], width: Any) -> str:
+    """All products by the library, unless the number of rows is known to be small."""
+    if _few(num):
+        return ""
+    total, calls = sum(rows), []
+    for i, size in enumerate(rows):
+        y = f"y + {sum(rows[:i])}, {total}"
+        calls.append(f"llama_export::by_library(x, num, {width}, w{i}, {size}, {y});")
+    return _LIBRARY.format(max_rows=MAX_ROWS, calls="\n    ".join(calls))
 
 
 def _few(num: Any) -> int:
     """The number of rows where it is known and small, else 0."""
     return int(num) if isinstance(num, int | sympy.Integer) and num <= _FEW else 0
-
-
-def _parameters(dtypes: Sequence[str], num_weights: int) -> list[tuple[str, str]]:
-    """Of a kernel of x, weights and perhaps a scale for each."""
-    names = ["x", *(f"w{i}" for i in range(num_weights)), *(f"s{i}" for i in range(num_weights))]
-    inputs = [
-        (f"const {dtype}*", name) for dtype, name in zip(dtypes, names[: len(dtypes)], strict=True)
-    ]
-    return [*inputs, ("int64_t", "num"), ("float*", "y")]
 
 
 def _loop(rows: Sequence[int], calls: Sequence[str]) -> str:
@@ -118,9 +143,13 @@ def _loop(rows: Sequence[int], calls: Sequence[str]) -> str:
 
 @register_lowering(torch.ops.llama_export.products.default, type_promotion_kind=None)
 def _lower(
-    x: ir.TensorBox, weights: Sequence[ir.TensorBox], scales: Sequence[ir.TensorBox]
+    x: ir.TensorBox,
+    weights: Sequence[ir.TensorBox],
+    scales: Sequence[ir.TensorBox],
+    is_rounded: bool,
 ) -> ir.TensorBox:
     num = x.get_size()[0]
     size = [num, sum(int(weight.get_size()[0]) for weight in weights)]
     kind = CodedProducts if scales else Products
-    return ir.TensorBox.create(kind([x, *weights, *scales], size, (num,)))
+    dtype = x.get_dtype() if is_rounded else torch.float32
+    return ir.TensorBox.create(kind([x, *weights, *scales], size, (num,), dtype))

@@ -61,7 +61,7 @@ class Linear(nn.Module):
         return self.weight_scale is not None and self.weight.dtype in integers.DTYPES
 
     def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Adds the bias to a product in float32, and rounds."""
+        """Adds the bias, if there is one, to a product in float32, and rounds."""
         return (y if self.bias is None else y + self.bias.float()).to(dtype)
 
     def apart(self, x: Tensor) -> Tensor:
@@ -93,6 +93,8 @@ def together(x: Tensor, *layers: Linear) -> list[Tensor]:
     if not has_kernel or not is_small:
         return [layer.apart(x) for layer in layers]
     weights = [layer.weight for layer in layers]
-    y = products(x.flatten(0, -2), weights, scales).unflatten(0, x.shape[:-1])
+    # A bias is added before a sum is rounded.
+    is_rounded = all(layer.bias is None for layer in layers)
+    y = products(x.flatten(0, -2), weights, scales, is_rounded).unflatten(0, x.shape[:-1])
     parts = y.split([weight.shape[0] for weight in weights], dim=-1)
     return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]

@@ -14,8 +14,10 @@ from llama_export.model import integers
 
 
 @torch.library.custom_op("llama_export::products", mutates_args=())
-def products(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    """X [R, H] times each weight [V, H], side by side, float32 [R, sum of V].
+def products(
+    x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], is_rounded: bool
+) -> Tensor:
+    """X [R, H] times each weight [V, H], side by side, [R, sum of V]: in float32, or rounded as x.
 
     Where there are scales [V, G], bf16, one for each weight, these are codes of small integers of
     one kind (see `llama_export.model.integers`).
@@ -27,10 +29,13 @@ def products(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) 
     if scales:
         pairs = zip(weights, scales, strict=True)
         wide = [integers.decode(codes, scale, torch.float32) for codes, scale in pairs]
-    return torch.cat([(x_RH[:, None] * weight).sum(-1) for weight in wide], dim=-1)
+    y = torch.cat([(x_RH[:, None] * weight).sum(-1) for weight in wide], dim=-1)
+    return y.to(x_RH.dtype) if is_rounded else y
 
 
 @products.register_fake
-def _(x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
+def _(
+    x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], is_rounded: bool
+) -> Tensor:
     size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
-    return x_RH.new_empty(size, dtype=torch.float32)
+    return x_RH.new_empty(size, dtype=x_RH.dtype if is_rounded else torch.float32)

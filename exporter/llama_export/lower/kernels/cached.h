@@ -44,7 +44,7 @@ struct Places {
   static constexpr int rows = Heads * Tokens, parts = Width / lanes;
   const T *keys, *values;
   const Place& place;
-  int64_t first, count;  // places before the block, and all that the last token sees
+  int64_t first, count;   // places before the block, and all that the last token sees
   int nums[Tokens] = {};  // places of the block that each token sees, in rising order
   alignas(64) float weights[rows][block_size];  // scores before
 
@@ -146,8 +146,7 @@ struct Places {
       const Float kept(std::exp((largest[h] - most) * unit));
       total[h] = total[h] * kept;
 #pragma GCC unroll 16
-      for (int p = 0; p < Width; p += lanes)
-        (Float::loadu(sums[h] + p) * kept).store(sums[h] + p);
+      for (int p = 0; p < Width; p += lanes) (Float::loadu(sums[h] + p) * kept).store(sums[h] + p);
       largest[h] = most;
     }
     total[h] = total[h] + added;
@@ -199,7 +198,8 @@ struct Places {
 
   // Adds the weighted values of some rows from place `begin`, two places at a time.
   template <int Num>
-  __attribute__((target("avx512bf16"))) void add_pairs(int num, const at::BFloat16 (*rounded)[block_size],
+  __attribute__((target("avx512bf16"))) void add_pairs(int num,
+                                                       const at::BFloat16 (*rounded)[block_size],
                                                        int begin, float (*sums)[Width]) const {
     __m512 kept[Num][parts];
 #pragma GCC unroll 16
@@ -372,8 +372,7 @@ struct Attention {
 #endif
       float* to = out + h / Heads * stride + h % Heads * Width;
       const Float sum(sum_of(total[h]));
-      for (int p = 0; p < Width; p += lanes)
-        (Float::loadu(sums[h] + p) / sum).store(to + p);
+      for (int p = 0; p < Width; p += lanes) (Float::loadu(sums[h] + p) / sum).store(to + p);
     }
   }
 };

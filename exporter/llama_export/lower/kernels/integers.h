@@ -67,7 +67,8 @@ struct CodedFloats {
     for (int i = 0; i < Num * Width; ++i) x[i] = static_cast<float>(from[i]);
   }
 
-  void dot(const W* codes, const at::BFloat16* scales, float* y, int64_t total) const {
+  template <typename Y>
+  void dot(const W* codes, const at::BFloat16* scales, Y* y, int64_t total) const {
     constexpr int whole = Width / 32 * 32;
     constexpr int chains = Group > 128 ? parts : 1;  // a long sum in one register waits for itself
     Float sums[Num];
@@ -100,7 +101,7 @@ struct CodedFloats {
     for (int m = 0; m < Num; ++m) {
       float rest = 0.0f;  // only where a whole row is a group of eight-bit codes
       for (int k = whole; k < Width; ++k) rest += x[m * Width + k] * static_cast<float>(codes[k]);
-      y[m * total] = sum_of(sums[m]) + rest * static_cast<float>(scales[0]);
+      y[m * total] = static_cast<Y>(sum_of(sums[m]) + rest * static_cast<float>(scales[0]));
     }
   }
 };
@@ -121,8 +122,9 @@ struct CodedPairs {
       }
   }
 
+  template <typename Y>
   __attribute__((target("avx512bf16"))) void dot(const uint8_t* codes, const at::BFloat16* scales,
-                                                 float* y, int64_t total) const {
+                                                 Y* y, int64_t total) const {
     // Takes the low five bits of each index, of which the fifth belongs to the other code.
     alignas(64) static const uint16_t values[32] = {
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
@@ -159,7 +161,7 @@ struct CodedPairs {
         sums[m] = _mm512_fmadd_ps(scale, _mm512_add_ps(low_sums[m], high_sums[m]), sums[m]);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < Num; ++m) y[m * total] = _mm512_reduce_add_ps(sums[m]);
+    for (int m = 0; m < Num; ++m) y[m * total] = static_cast<Y>(_mm512_reduce_add_ps(sums[m]));
   }
 
   // Eight lanes are one block, the other eight the next, which may be of another group.
@@ -176,9 +178,9 @@ struct CodedPairs {
 #endif
 
 // The `block`-th `columns` rows of one weight, which are dot products.
-template <int Width, int Group, typename Rows, typename W>
+template <int Width, int Group, typename Rows, typename W, typename Y>
 inline void coded_rows_of(const Rows& rows, const W* codes, const at::BFloat16* scales,
-                          int64_t num_rows, int64_t block, float* y, int64_t total) {
+                          int64_t num_rows, int64_t block, Y* y, int64_t total) {
   const int64_t first = block * columns, end = std::min(first + columns, num_rows);
   for (int64_t v = first; v < end; ++v)
     rows.dot(codes + v * (Width / per_byte<W>), scales + v * (Width / Group), y + v, total);
@@ -220,9 +222,9 @@ inline const float* decoded(const W* codes, const at::BFloat16* scales, int64_t 
 }
 
 // The `block`-th `columns` rows of one weight times any number of rows.
-template <int Group, typename X, typename W>
+template <int Group, typename X, typename W, typename Y>
 inline void decoded_rows_of(const Given<X>& x, const W* codes, const at::BFloat16* scales,
-                            int64_t num_rows, int64_t block, float* y, int64_t total) {
+                            int64_t num_rows, int64_t block, Y* y, int64_t total) {
   const int64_t first = block * columns, here = std::min<int64_t>(columns, num_rows - first);
   const int64_t width = x.width;
   codes += first * (width / per_byte<W>);

@@ -5,16 +5,20 @@
 // one vector instruction needs lie side by side.
 #ifndef LLAMA_EXPORT_PRODUCTS
 #define LLAMA_EXPORT_PRODUCTS
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
 namespace llama_export {
 
 constexpr int few = 3;
 constexpr int columns = 32;  // rows of a weight in a panel
 constexpr int parts = columns / lanes;
 
+// A result Y is float32, or what a float32 is rounded to.
+
 // y[m * total] = a row of a weight [width] times row m of x [Num, width]. Rows are read one after
 // the other: two at a time are two streams, which the memory serves at half the speed.
-template <typename W, int Num>
-inline void dot(const float* x, const W* w, int64_t width, float* y, int64_t total) {
+template <typename W, int Num, typename Y>
+inline void dot(const float* x, const W* w, int64_t width, Y* y, int64_t total) {
   constexpr int64_t step = at::vec::Vectorized<W>::size();
   constexpr int loads = step / lanes;
   constexpr int chains = Num == 1 ? 2 : 1;
@@ -50,7 +54,7 @@ inline void dot(const float* x, const W* w, int64_t width, float* y, int64_t tot
       for (int p = 0; p < loads; ++p) sum = sum + sums[m][c][p];
     float rest = 0.0f;
     for (int64_t i = k; i < width; ++i) rest += x[m * width + i] * static_cast<float>(w[i]);
-    y[m * total] = rest + sum_of(sum);
+    y[m * total] = static_cast<Y>(rest + sum_of(sum));
   }
 }
 
@@ -146,19 +150,22 @@ inline void tile(int64_t num, const float* x, int64_t words, const float* panel,
 }
 
 // All rows of x [num, words] times a panel, of which `here` columns are wanted.
-template <typename Tile>
+template <typename Tile, typename Y>
 inline void multiply(const float* x, int64_t num, int64_t words, const float* panel, int64_t here,
-                     float* y, int64_t total) {
+                     Y* y, int64_t total) {
   float edge[Tile::max_rows * columns];
   const int64_t tiles = (num + Tile::max_rows - 1) / Tile::max_rows;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t first = num * t / tiles, size = num * (t + 1) / tiles - first;
-    const bool is_whole = here == columns;
-    float* to = is_whole ? y + first * total : edge;
-    tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, to,
-                               is_whole ? total : columns);
-    for (int64_t m = 0; !is_whole && m < size; ++m)
-      std::copy_n(edge + m * columns, here, y + (first + m) * total);
+    if constexpr (std::is_same_v<Y, float>) {
+      if (here == columns) {
+        tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, y + first * total, total);
+        continue;
+      }
+    }
+    tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, edge, columns);
+    for (int64_t m = 0; m < size; ++m)
+      at::vec::convert(edge + m * columns, y + (first + m) * total, here);
   }
 }
 
@@ -191,8 +198,8 @@ struct Given {
 };
 
 // The `block`-th `columns` rows of a weight [num_rows, width].
-template <int Num, typename X, typename W>
-inline void rows_of(const Given<X>& x, const W* w, int64_t num_rows, int64_t block, float* y,
+template <int Num, typename X, typename W, typename Y>
+inline void rows_of(const Given<X>& x, const W* w, int64_t num_rows, int64_t block, Y* y,
                     int64_t total) {
   const int64_t first = block * columns, here = std::min<int64_t>(columns, num_rows - first);
   const int64_t num = Num ? Num : x.num, width = x.width;
@@ -225,6 +232,38 @@ inline void rows_of(const Given<X>& x, const W* w, int64_t num_rows, int64_t blo
   }
   multiply<Floats>(x.wide, num, width, panel, here, y, total);
 }
+
+#if defined(CPU_CAPABILITY_AVX512)
+// Whether the CPU multiplies tiles of bf16, for which the library has what is not here.
+inline bool has_tiles() {
+  static const bool found = __builtin_cpu_supports("amx-bf16");
+  return found;
+}
+
+// All rows of x times one weight [num_rows, width], by the library.
+template <typename Y>
+inline void by_library(const at::BFloat16* x, int64_t num, int64_t width, const at::BFloat16* w,
+                       int64_t num_rows, Y* y, int64_t total) {
+  std::vector<at::BFloat16> result(num * num_rows);
+  const int64_t sizes[3][2] = {{num, num_rows}, {num, width}, {width, num_rows}};
+  const int64_t strides[3][2] = {{num_rows, 1}, {width, 1}, {1, width}};
+  const at::BFloat16* data[3] = {result.data(), x, w};
+  AtenTensorHandle handles[3] = {};
+  AOTITorchError error = AOTI_TORCH_SUCCESS;
+  for (int i = 0; i < 3 && error == AOTI_TORCH_SUCCESS; ++i)
+    error = aoti_torch_create_tensor_from_blob(const_cast<at::BFloat16*>(data[i]), 2, sizes[i],
+                                               strides[i], 0, aoti_torch_dtype_bfloat16(),
+                                               aoti_torch_device_type_cpu(), 0, &handles[i]);
+  if (error == AOTI_TORCH_SUCCESS)
+    error = aoti_torch_cpu_mm_out(handles[0], handles[1], handles[2]);
+  for (AtenTensorHandle handle : handles)
+    if (handle) aoti_torch_delete_tensor_object(handle);
+  AOTI_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "the library refuses a product");
+#pragma omp parallel for
+  for (int64_t m = 0; m < num; ++m)
+    at::vec::convert(result.data() + m * num_rows, y + m * total, num_rows);
+}
+#endif
 
 // So many blocks a thread takes at once that one which is late does not keep the others waiting.
 inline int64_t chunk(int64_t blocks) {
