@@ -216,8 +216,7 @@ def _program_bytes(manifest: Manifest) -> int:
 def _program_table(manifest: Manifest) -> Table:
     rows = tuple(
         (
-            program.label,
-            f"{program.shards}",
+            program.title,
             program.format,
             show_target(program.target),
             program.dtype,
@@ -227,18 +226,20 @@ def _program_table(manifest: Manifest) -> Table:
         )
         for program in manifest.programs
     )
-    table = Table(
-        "Programs", ("entry", "shards", "format", "target", "dtype", "fp8", "size", "file"), rows
-    )
-    if not any(program.numerics for program in manifest.programs):
-        table = table.without("fp8")
-    return table if manifest.cuts else table.without("shards")
+    columns = ("entry", "format", "target", "dtype", "fp8", "size", "file")
+    table = Table("Programs", columns, rows)
+    return table if any(p.numerics for p in manifest.programs) else table.without("fp8")
 
 
 def _call_table(manifest: Manifest) -> Table:
     rows: list[tuple[str, ...]] = []
+    shown = set()
     for interface in interfaces(manifest):
         signature = interface.signature
+        call = (interface.entry, signature.inputs, signature.outputs, signature.dims)
+        if call in shown:  # shards differ in their states alone
+            continue
+        shown.add(call)
         lines = [
             *(("input", *_tensor(spec)) for spec in signature.inputs),
             *(("output", *_tensor(spec)) for spec in signature.outputs),
@@ -319,16 +320,14 @@ def _check_table(manifest: Manifest) -> Table:
     rows = tuple(
         (
             check.law,
-            check.entry,
-            f"{check.shards}",
+            show_shards(check.entry, check.shards),
             check.format,
             f"{check.figure:.3g}",
             f"{check.limit:.3g}",
         )
         for check in manifest.checks
     )
-    table = Table("Checks", ("law", "entry", "shards", "format", "figure", "limit"), rows)
-    return table if manifest.cuts else table.without("shards")
+    return Table("Checks", ("law", "entry", "format", "figure", "limit"), rows)
 
 
 def _label(interface: Interface, manifest: Manifest) -> str:
