@@ -262,14 +262,26 @@ def _tasks(
         for law in laws
         if program.format == format and law.scope == "program" and law.applies(program.entry)
     ]
-    labels = dict.fromkeys(program.label for program in programs)
-    alike = {label: tuple(p for p in (*others, *programs) if p.label == label) for label in labels}
+    alike = {
+        label: (*_reference(label, others, programs), *(p for p in programs if p.label == label))
+        for label in dict.fromkeys(program.label for program in programs)
+    }
     return single + [
-        Task(law, alike[label])
+        Task(law, together)
         for law in laws
-        for label in labels
-        if law.scope == "entry" and law.applies(alike[label][-1].entry)
+        for together in alike.values()
+        if law.scope == "entry" and law.applies(together[-1].entry)
     ]
+
+
+def _reference(
+    label: str, others: Sequence[Program], programs: Sequence[Program]
+) -> tuple[Program, ...]:
+    """The program of one shard that those of several are held against; of a format of theirs."""
+    formats = {program.format for program in programs}
+    found = [other for other in others if other.label == label]
+    found.sort(key=lambda program: program.format not in formats)
+    return tuple(found[:1])
 
 
 def _some(result: CheckResult | None) -> Iterator[CheckResult]:
