@@ -89,15 +89,16 @@ def rank_weights(
 def collectives(manifest: Manifest, program: Program) -> tuple[Collective, ...]:
     """The collectives of one call of a program; none of a program of one shard.
 
-    Each layer sums the stream twice, after the attention's and the feed-forward's output; the head
-    gathers its logits (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    Each layer sums the stream twice, after the attention's and the feed-forward's output, in float32
+    so that a sum is rounded once; the head gathers its logits (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3).
     """
     if program.shards == 1:
         return ()
     num_steps = _num_steps(program)
     count = 2 * manifest.model.num_layers * num_steps
     stream = (*_tokens(program), manifest.model.hidden_size)
-    sums = Collective("all_reduce", count, program.dtype, stream)
+    sums = Collective("all_reduce", count, "f32", stream)
     return (sums, *_of_the_head(manifest, program, num_steps))
 
 
@@ -110,8 +111,11 @@ def _of_the_head(manifest: Manifest, program: Program, num_steps: int) -> Iterat
         shape = (output.shape[0], manifest.model.vocab_size)
         yield Collective("all_gather", num_steps, program.dtype, shape)
     elif output.name in ("loss", "log_probs"):
-        # The largest logit, the sum of exponentials, the target's logit.
-        yield Collective("all_reduce", 3, "f32", _tokens(program))
+        tokens = _tokens(program)
+        yield Collective("all_reduce", 1, "f32", tokens)  # the largest logit
+        # By its number a rank knows which targets are in its part of the vocabulary.
+        yield Collective("reduce_scatter", 1, "i64", (program.shards,))
+        yield Collective("all_reduce", 1, "f32", (2, *tokens))  # exponentials, the target's logit
 
 
 def _num_steps(program: Program) -> int:

@@ -109,7 +109,7 @@ def test_two_sums_a_layer_and_the_logits_gathered(name: str, tmp_path: Path) -> 
     manifest = open_bundle(bundle(tmp_path / "b")).manifest
     found, stream = STREAM_OF[name]
     assert collectives(manifest, found) == (
-        Collective("all_reduce", 2 * MODEL.num_layers, "bf16", (*stream, H)),
+        Collective("all_reduce", 2 * MODEL.num_layers, "f32", (*stream, H)),
         Collective("all_gather", 1, "bf16", found.signature.outputs[0].shape),
     )
 
@@ -118,7 +118,7 @@ def test_a_loop_does_so_in_every_step(tmp_path: Path) -> None:
     manifest = open_bundle(bundle(tmp_path / "b")).manifest
     loop = program({"token": (3, 1), "pos": ()}, TensorSpec("tokens", "i32", (3, 12)))
     assert collectives(manifest, loop) == (
-        Collective("all_reduce", 12 * 2 * MODEL.num_layers, "bf16", (3, 1, H)),
+        Collective("all_reduce", 12 * 2 * MODEL.num_layers, "f32", (3, 1, H)),
         Collective("all_gather", 12, "bf16", (3, VOCAB)),
     )
 
@@ -131,8 +131,12 @@ def test_a_loss_gathers_no_logits(tmp_path: Path) -> None:
         for output in (TensorSpec("hidden", "bf16", ("P", H)), TensorSpec("loss", "f32", ()))
     )
     assert [one.kind for one in hidden] == ["all_reduce"]
-    assert {one.kind for one in loss} == {"all_reduce"}
-    assert loss[1] == Collective("all_reduce", 3, "f32", ("P",))
+    assert loss == (
+        *hidden,
+        Collective("all_reduce", 1, "f32", ("P",)),
+        Collective("reduce_scatter", 1, "i64", (4,)),
+        Collective("all_reduce", 1, "f32", (2, "P")),
+    )
 
 
 def test_one_shard_sends_nothing(tmp_path: Path) -> None:
@@ -168,9 +172,9 @@ def test_inspect_shows_programs_states_weights_and_collectives_of_a_rank(tmp_pat
             "entry": "decode of 2 shards",
             "kind": "all_reduce",
             "count": "4",
-            "dtype": "bf16",
+            "dtype": "f32",
             "shape": "[1, 1, 64]",
-            "bytes of all": "512 B",
+            "bytes of all": "1.0 kB",
         },
         {
             "entry": "decode of 2 shards",
@@ -194,9 +198,9 @@ def test_open_sizes_are_factors_of_the_bytes(tmp_path: Path) -> None:
     mixed = replace(STREAM_OF["step_paged"][0], entry="step_paged", shards=2)
     found = rows(bundle(tmp_path / "b", programs=(paged, mixed)), "Collectives of one call")
     assert [row["bytes of all"] for row in found] == [
-        "512 B * Rows",
+        "1.0 kB * Rows",
         "256 B * Rows",
-        "512 B * (P+Rows)",
+        "1.0 kB * (P+Rows)",
         "256 B * 2*Rows",
     ]
 
@@ -228,7 +232,7 @@ def test_the_dict_holds_the_same(tmp_path: Path) -> None:
     assert found["signatures"][2]["collectives"][0] == {
         "kind": "all_reduce",
         "count": 4,
-        "dtype": "bf16",
+        "dtype": "f32",
         "shape": [1, 1, 64],
-        "bytes": 512,
+        "bytes": 1024,
     }

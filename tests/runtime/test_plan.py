@@ -19,7 +19,7 @@ from tests.cli.synthetic import PAGED, write_bundle
 PAGE = (Path(__file__).parents[2] / "runtime" / "README.md").read_text()
 N, T = 8, 2
 MEMORY, PEAK, NVLINK, PCIE, ETHERNET = 3.35e12, 989e12, 450e9, 64e9, 12.5e9
-COLLECTIVE = 10e-6
+COLLECTIVES, COLLECTIVE = 161, 10e-6
 CONFIG = LlamaConfig(
     vocab_size=128_256,
     hidden_size=8_192,
@@ -79,23 +79,30 @@ def test_the_memory_of_a_card() -> None:
 
 def test_the_bytes_over_the_link(manifest: Manifest) -> None:
     sums, gathered, around = sent(manifest)
-    has(f"{sum(one.count for one in collectives(manifest, manifest.programs[0]))} a step")
+    found = collectives(manifest, manifest.programs[0])
+    assert sum(one.count for one in found) == COLLECTIVES
+    has(f"{COLLECTIVES} a step")
     has(f"{sums / 1e6:.2f} MB a row", f"{gathered / 1e6:.2f} MB a row", f"{around / 1e6:.2f} MB")
     prompt = 2048 * 2 * (N - 1) / N * sums + (N - 1) / N * gathered
     arithmetic = 2048 * 2 * MATRICES / N / PEAK
     has(f"{prompt / 1e9:.2f} GB", f"{prompt / NVLINK * 1e3:.1f} ms", f"{arithmetic * 1e3:.1f} ms")
+    halved = prompt - 2048 * (N - 1) / N * sums
+    has(f"half, {halved / NVLINK * 1e3:.1f} ms")
 
 
 def test_the_break_even_batch(manifest: Manifest) -> None:
     around = sent(manifest)[2]
     read, arithmetic = MATRICES * T / N / MEMORY, 2 * MATRICES / N / PEAK
-    calls = 161 * COLLECTIVE
+    calls = COLLECTIVES * COLLECTIVE
     has(f"{read * 1e3:.2f} ms", f"{arithmetic * 1e6:.1f} us", f"{calls * 1e3:.2f} ms")
     has(f"{(read + calls + around / NVLINK) * 1e3:.2f}", f"R = {read / arithmetic:.0f}")
     for link, digits in ((NVLINK, 1), (PCIE, 0), (ETHERNET, 0)):
         has(f"| {around / link * 1e6:.{digits}f} us | {read / (around / link):.0f} |")
-    saved = (N - 1) * read
-    has(f"{saved * 1e3:.1f} ms", f"{(N - 1) * arithmetic * 1e6:.0f} us")
-    has(f"| {saved / (around / ETHERNET):.0f}, less {161 / (around / ETHERNET * 1e6):.2f} for")
-    assert saved > read / arithmetic * around / PCIE + calls  # where arithmetic takes over
-    assert (N - 1) * arithmetic > around / PCIE
+    saved, per_row = (N - 1) * read, (N - 1) * arithmetic
+    has(f"{saved * 1e3:.1f} ms", f"{per_row * 1e6:.0f} us")
+    for link in (PCIE, ETHERNET):
+        last, less = saved / (around / link), COLLECTIVES * 1e-6 / (around / link)
+        assert last - 10 * less < read / arithmetic  # before arithmetic is what is saved
+        has(f"| {last:.0f}, less {less:.2f} for")
+    assert per_row > around / NVLINK
+    assert saved > read / arithmetic * around / NVLINK + calls
