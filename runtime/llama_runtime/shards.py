@@ -1,12 +1,13 @@
 """Processes that run one program together, each with its part of the weights: tensor parallelism.
 
-`torchrun` starts them. Their collectives go through one process group, which programs know by the
-name `GROUP`; torch.distributed carries them, by Gloo between CPUs and by NCCL between GPUs.
+`torchrun` starts them. Their collectives go through process groups, which programs know by name;
+torch.distributed carries them, by Gloo between CPUs and by NCCL between GPUs.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,20 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import GroupName
 
+from llama_artifacts.bundle import Bundle
 from llama_artifacts.errors import CompatibilityError, InputError
+from llama_artifacts.manifest import FILE_NAME
 
 GROUP = "shards"
-"""The name of the process group in the graphs of programs."""
+"""The name of the process group in the graphs of programs, and for tensors that Python sees."""
+NATIVE_GROUP = "shards.native"
+"""The name in the graphs of native programs, which have a group of the same members to themselves.
+
+Their calls hold Python's lock, which Gloo's threads need to let go of a tensor that Python has seen:
+in one group, a native program could wait for a thread that waits for it.
+"""
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a collective waits for the other processes."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,13 +79,16 @@ def join(device: str = "cpu", *, timeout: float = DEFAULT_TIMEOUT) -> Group:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
-    _register_process_group(GROUP, distributed.group.WORLD)
+    assert distributed.group.WORLD is not None
+    _register_process_group(GroupName(GROUP), distributed.group.WORLD)
+    _register_process_group(GroupName(NATIVE_GROUP), distributed.new_group())
     return Group(distributed.get_rank(), distributed.get_world_size())
 
 
 def leave() -> None:
     """Ends this process's part in the group."""
-    _unregister_process_group(GROUP)
+    for name in (GROUP, NATIVE_GROUP):
+        _unregister_process_group(GroupName(name))
     distributed.destroy_process_group()
 
 
@@ -87,6 +100,32 @@ def joined(device: str = "cpu", *, timeout: float = DEFAULT_TIMEOUT) -> Iterator
         yield group
     finally:
         leave()
+
+
+def launch_hint(num_shards: int) -> str:
+    """How programs for so many processes are started."""
+    if num_shards == 1:
+        return "load it in one process by itself"
+    return f"run it with torchrun --nproc-per-node {num_shards} -m llama_runtime"
+
+
+def check_shards(bundle: Bundle, group: Group | None) -> None:
+    """Refuses a bundle without programs for the processes here, or another one than the others'.
+
+    Raises:
+        CompatibilityError: it is refused; of other bundles, in every process.
+    """
+    counts = bundle.manifest.shard_counts()
+    num_shards = 1 if group is None else group.size
+    if counts and num_shards not in counts:
+        listed = " or ".join(map(str, counts))
+        raise CompatibilityError(
+            f"expected {listed} processes, for which the bundle has programs, got {num_shards}",
+            where=bundle.folder,
+            hint=launch_hint(counts[0]),
+        )
+    if group is not None:
+        check_same(group, hashlib.sha256((bundle.folder / FILE_NAME).read_bytes()).digest())
 
 
 def check_same(group: Group, digest: bytes) -> None:
