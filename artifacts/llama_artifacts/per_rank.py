@@ -132,4 +132,4 @@ def _tokens(program: Program) -> tuple[int | str, ...]:
     tokens = shapes["tokens"] if "tokens" in shapes else shapes["token"]
     if "step_tokens" in shapes:
         return (f"{tokens[0]}+{shapes['step_tokens'][0]}",)
-    return tokens
+    return tokens[:1] if "table" in shapes else tokens

@@ -187,10 +187,11 @@ def _started(
 
 
 def _start(number: int, num_shards: int, port: int, log: IO[bytes]) -> _Rank:
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_shards)
+    # More threads than cores would wait for each other at every collective.
+    num_threads = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // num_shards))
     environment = {
-        "OMP_NUM_THREADS": str(num_threads),
         **os.environ,
+        "OMP_NUM_THREADS": str(num_threads),
         "PYTHONPATH": os.pathsep.join(sys.path),
         "RANK": str(number),
         "LOCAL_RANK": str(number),
