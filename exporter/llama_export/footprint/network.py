@@ -106,7 +106,7 @@ class Network:
             tensors=part_of(self.tensors, cuts, num_shards),
             weights_how=f"{self.weights_how}, one of {num_shards} shards",
             shards=num_shards,
-            rows=frozenset(cuts) - self.tensors.keys(),  # a tied head's
+            rows=frozenset(cuts.keys() - self.tensors.keys()),  # a tied head's
         )
 
 
