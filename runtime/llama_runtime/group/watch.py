@@ -39,6 +39,7 @@ class Watch:
     in the thread of the watch. The processes that `torchrun` started are lost without it.
 
     Attributes:
+        is_done: whether the leader has said that all went well and that it ends.
         lost: ranks that were lost without a word, as this process saw it.
 
     Args:
@@ -53,11 +54,12 @@ class Watch:
     ) -> None:
         self._silence = silence
         self._on_end = on_end
+        self.is_done = False
         self.lost: set[int] = set()
         self._sockets = dict(peers)
         self._received = dict.fromkeys(peers, b"")
         self._heard = dict.fromkeys(peers, time.monotonic())
-        self._done: set[int] = set()
+        self._parted: set[int] = set()  # those that have said their last word
         self._reason: LlamaExportError | None = None
         self._is_known = threading.Event()
         self._close_at: float | None = None
@@ -69,11 +71,6 @@ class Watch:
         self._parent = os.getppid() if _LAUNCHED_VARIABLE in os.environ else None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a peer has said that all went well and that it ends."""
-        return bool(self._done)
 
     def reason(self, wait: float = 0.0) -> LlamaExportError | None:
         """The first error of the group; None if nothing is known after waiting so many seconds."""
@@ -129,19 +126,19 @@ class Watch:
     def _read(self, ranks: Sequence[int]) -> None:
         """Takes what came; those that are gone first, since others fail for lack of them."""
         ended = [rank for rank in ranks if self._is_ended(rank)]
-        words = {rank: self._words(rank) for rank in ranks}
+        words = [(rank, *word) for rank in ranks for word in self._words(rank)]
+        self._parted.update(rank for rank, _, _ in words)
         for rank in ended:
             self._selector.unregister(self._sockets[rank])
             self._sockets.pop(rank).close()
-            if not words[rank] and rank not in self._done and self._close_at is None:
+            if rank not in self._parted and self._close_at is None:
                 self.lost.add(rank)
                 self._lose(GroupError(f"rank {rank} is gone: it was killed, or crashed"))
-        for rank, (kind, text) in ((rank, word) for rank in ranks for word in words[rank]):
+        for rank, kind, text in words:
             if kind == _FAILED:
                 self._lose(_from_json(text))
-                continue
-            self._done.add(rank)
-            if rank == LEADER and self._close_at is None:
+            elif rank == LEADER and self._close_at is None:
+                self.is_done = True
                 self._on_end(None)
 
     def _is_ended(self, rank: int) -> bool:

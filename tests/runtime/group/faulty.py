@@ -1,0 +1,59 @@
+"""`python -m llama_runtime`, but that one rank meets a fault in one of its calls.
+
+FAULT is `RANK:CALL:KIND`: what happens in that rank as it begins that call of a program, counted
+from 0. Without it all goes well. PIDS names a folder in which each rank leaves its process id.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from llama_runtime.cli import main
+from llama_runtime.programs.pt2 import Pt2Program
+
+CALLS = 0
+
+
+def happen(kind: str) -> None:
+    print(f"fault {time.time():.3f}", file=sys.stderr, flush=True)
+    if kind == "raise":
+        raise MemoryError("no room for this")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "exit":
+        os._exit(7)
+    if kind == "hang":
+        time.sleep(1000)
+    if kind == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if kind == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def patch(rank: int, call: int, kind: str) -> None:
+    if int(os.environ["RANK"]) != rank:
+        return
+    run = Pt2Program.run
+
+    def faulty(self: Pt2Program, *args: Any) -> Any:
+        global CALLS  # noqa: PLW0603
+        CALLS += 1
+        if call + 1 == CALLS:
+            happen(kind)
+        return run(self, *args)
+
+    Pt2Program.run = faulty  # type: ignore[method-assign]
+
+
+if fault := os.environ.get("FAULT"):
+    number, at, what = fault.split(":")
+    patch(int(number), int(at), what)
+Path(os.environ["PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
+main()
