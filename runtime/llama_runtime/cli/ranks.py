@@ -110,19 +110,19 @@ def _end(link: Link, cause: BaseException) -> NoReturn:
         raise cause if reason is None else reason from cause
     if isinstance(cause, Exception):
         link.failure(cause)
-    if link.has_leader and isinstance(cause, LlamaExportError):
+    if not link.is_speaker and isinstance(cause, LlamaExportError):
         raise click.exceptions.Exit(errors.EXIT_FAILURE) from cause
     raise cause
 
 
-def _end_soon(error: LlamaExportError | None) -> None:
+def _end_soon(link: Link, error: LlamaExportError | None) -> None:
     """The last resort for a process that hangs in what the others no longer answer."""
-    timer = threading.Timer(_END_SECONDS, _end_now, [error])
+    timer = threading.Timer(_END_SECONDS, _end_now, [link, error])
     timer.daemon = True
     timer.start()
 
 
-def _end_now(error: LlamaExportError | None) -> NoReturn:
-    if error is not None and not is_follower():
+def _end_now(link: Link, error: LlamaExportError | None) -> NoReturn:
+    if error is not None and link.is_speaker:
         errors.show(error, as_json=False)
     signals.leave(0 if error is None else errors.EXIT_FAILURE)

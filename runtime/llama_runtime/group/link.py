@@ -9,14 +9,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import distributed
 
 from llama_artifacts.errors import GroupError, LlamaExportError
-from llama_runtime.group.watch import LEADER, OnEnd, Watch
+from llama_runtime.group.watch import LEADER, Watch
 from llama_runtime.shards import Group
 
 SILENCE_SECONDS = 60.0
@@ -29,6 +31,9 @@ _TOKEN_BYTES = 16
 _REASON_SECONDS = 1.0
 # The watch ends a wait; a quiet server may wait for long.
 _FOR_EVER = datetime.timedelta(days=3650)
+
+
+OnEnd: TypeAlias = Callable[["Link", LlamaExportError | None], None]
 
 
 class Kind(enum.IntEnum):
@@ -69,7 +74,7 @@ class Link:
     Args:
         group: of this process; with one of a single process nothing is sent.
         timeout: seconds that making the link may wait for the others.
-        on_end: called, once, in a thread of its own, when the group has lost a process (with the
+        on_end: called with the link, once, in a thread of its own, when the group has lost a process (with the
             first error) or the leader ends (with None). Whatever this process computes or waits
             for fails soon after that on CPUs; it may hang on GPUs.
 
@@ -90,7 +95,9 @@ class Link:
                 peers = self._connect(timeout)
             except (RuntimeError, OSError) as cause:
                 raise GroupError(f"the processes did not meet: {_first_line(cause)}") from cause
-            self._watch = Watch(peers, silence=min(timeout, SILENCE_SECONDS), on_end=on_end)
+            self._watch = Watch(
+                peers, silence=min(timeout, SILENCE_SECONDS), on_end=partial(on_end, self)
+            )
 
     @property
     def is_leader(self) -> bool:
@@ -144,9 +151,9 @@ class Link:
         return Message(Kind(kind), program, states, payload)
 
     @property
-    def has_leader(self) -> bool:
-        """Whether the leader was not lost without a word, as far as this process knows."""
-        return self._watch is None or LEADER not in self._watch.lost
+    def is_speaker(self) -> bool:
+        """Whether it is for this process to say what failed: the leader, or one that lost it."""
+        return self.is_leader or (self._watch is not None and LEADER in self._watch.lost)
 
     def reason(self, wait: float = 0.0) -> LlamaExportError | None:
         """The first error of the group; None if nothing is known after waiting so many seconds."""
