@@ -32,6 +32,7 @@ from llama_runtime.programs.base import Loading, load_program
 from llama_runtime.programs.base import Program as LoadedProgram
 from llama_runtime.sampling import SamplingParams
 from llama_runtime.session import Session
+from llama_runtime.shards import Group, check_shards, launch_hint
 from llama_runtime.tokenizer import Tokenizer
 from llama_runtime.trainable import TrainableEntry
 from llama_runtime.weights import bundle_weights
@@ -54,6 +55,7 @@ def load(
     weights_dir: str | os.PathLike[str] | None = None,
     require_signature: str | os.PathLike[str] | None = None,
     cuda_graphs: bool | None = None,
+    group: Group | None = None,
 ) -> LoadedBundle:
     """Opens a bundle. Programs are loaded when they are first asked for.
 
@@ -71,6 +73,9 @@ def load(
             as it was signed. It is checked before anything of the bundle is mapped or loaded;
             `llama_artifacts.signing.open_signed` says what holds after that.
         cuda_graphs: see `llama_runtime.cuda_graphs.graphs_for`.
+        group: the processes that run programs together, of which this is one (see
+            `llama_runtime.shards.join`): those programs are loaded that are for so many. All of them
+            load, with the same arguments. None: this process runs programs by itself.
 
     Raises:
         SignatureError: the bundle is not signed so.
@@ -78,7 +83,8 @@ def load(
         IntegrityError: a file is missing or has another size than recorded. Digests of programs
             are checked when they are loaded, that of the weights by `llama-export verify`; weights
             that are elsewhere are checked here.
-        CompatibilityError: no such device, the bundle has no weights, or they cannot be had.
+        CompatibilityError: no such device, the bundle has no weights, or they cannot be had; it has
+            no programs for so many processes, or another bundle is loaded in another of them.
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"expected one of {', '.join(FORMATS)}, got `{format}`", where="format")
@@ -88,6 +94,8 @@ def load(
         bundle, _ = signing.open_signed(Path(path), signing.PublicKey(Path(require_signature)))
     # Programs are opened later, perhaps from another working folder.
     bundle = replace(bundle, folder=bundle.folder.absolute())
+    if device == "cuda" and group is not None:
+        device = f"cuda:{torch.cuda.current_device()}"  # that of the process's number, see `join`
     place = _device(device)
     places = find_weights(bundle, weights_dir=None if weights_dir is None else Path(weights_dir))
     if threads is not None:
@@ -95,7 +103,8 @@ def load(
             raise InputError(f"expected at least 1, got {threads!r}", where="threads")
         torch.set_num_threads(threads)
     graphs = graphs_for(place, cuda_graphs)
-    return LoadedBundle(bundle, places, place, format, threads, allow_native, graphs)
+    check_shards(bundle, group)
+    return LoadedBundle(bundle, places, place, format, threads, allow_native, graphs, group)
 
 
 class LoadedBundle:
@@ -116,6 +125,7 @@ class LoadedBundle:
         threads: int | None,
         allow_native: bool,
         graphs: CudaGraphs | None = None,
+        group: Group | None = None,
     ) -> None:
         self._bundle = bundle
         self._places = places
@@ -125,6 +135,9 @@ class LoadedBundle:
         self._allow_native = allow_native
         self._graphs = graphs
         self.mirror: Mirror | None = None
+        self._group = group
+        num_shards = 1 if group is None else group.size
+        self._programs = tuple(p for p in bundle.manifest.programs if p.shards == num_shards)
         self._entries: dict[str, Entry] = {}
         self._weights: dict[str, torch.Tensor] | None = None
         self._lock = threading.RLock()
@@ -140,16 +153,29 @@ class LoadedBundle:
         return self._device
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """Those of the manifest's programs that are for as many processes as run it here."""
+        return self._programs
+
+    @property
+    def group(self) -> Group | None:
+        """The processes that run programs together; None: this one alone."""
+        return self._group
+
+    @property
     def folder(self) -> Path:
         """The bundle's folder."""
         return self._bundle.folder
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every weight by name, on the device; on the CPU a read-only use of the mapped files."""
+        """Every weight by name, on the device; on the CPU a read-only use of the mapped files.
+
+        In a group those that are cut are this process's parts.
+        """
         with self._lock:
             if self._weights is None:
-                weights = bundle_weights(self.manifest, self._places)
+                weights = bundle_weights(self.manifest, self._places, self._group)
                 if self._device.type != "cpu":
                     weights = {name: tensor.to(self._device) for name, tensor in weights.items()}
                 self._weights = weights
@@ -188,7 +214,7 @@ class LoadedBundle:
                 program = self._choose(name, self._format)
                 variants = [
                     Variant(other.variant, partial(self._load, other))
-                    for other in self.manifest.programs
+                    for other in self._programs
                     if other.variant and _is_alike(other, program) and self._fits(other)
                 ]
                 loaded = self._load(program)
@@ -206,7 +232,7 @@ class LoadedBundle:
                 bundle is loaded in another; it has states; its weights have eight bits.
             IntegrityError: the program's file is damaged.
         """
-        formats = [program.format for program in self.manifest.programs if program.entry == name]
+        formats = [program.format for program in self._programs if program.entry == name]
         found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
         if found not in ("pt2", None):
             raise CompatibilityError(
@@ -226,6 +252,9 @@ class LoadedBundle:
             CompatibilityError: it does not fit the machine.
             IntegrityError: its file is damaged.
         """
+        if program not in self._programs:
+            message = f"`{program.label}` is run by {program.shards} processes together"
+            raise CompatibilityError(message, where=self.folder, hint=launch_hint(program.shards))
         compat.check(program, device=str(self._device), allow_native=self._allow_native)
         with self._lock:
             return Entry(program, self._load(program), self._device, mirror=self.mirror)
@@ -358,7 +387,7 @@ class LoadedBundle:
         return self.tokenizer.encode_chat(messages)
 
     def _choose(self, name: str, format: Format | None) -> Program:
-        general = [program for program in self.manifest.programs if not program.variant]
+        general = [program for program in self._programs if not program.variant]
         programs = [program for program in general if program.entry == name]
         if not programs:
             programs = [program for program in general if program.entry.startswith(f"{name}<")]
@@ -372,7 +401,7 @@ class LoadedBundle:
             raise InputError(
                 f"the bundle has no entry `{name}`",
                 where=self.folder,
-                hint=f"it has {', '.join(self.manifest.entries())}",
+                hint=f"it has {', '.join(dict.fromkeys(p.entry for p in self._programs))}",
             )
         wanted = [p for p in programs if format in (None, p.format)]
         if not wanted:

@@ -15,7 +15,7 @@ from llama_export.footprint.figures import Forecast
 from llama_export.footprint.forecast import Planned, Question, forecast, open_subject
 from llama_export.footprint.network import from_model
 from llama_export.footprint.search import largest_fit
-from llama_export.footprint.shards import shard
+from llama_export.shards import shard
 from tests.bundles import sample_program, write_sample
 from tests.footprint.jobs import tiny_network
 from tests.tiny import write_tiny

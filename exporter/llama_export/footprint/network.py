@@ -39,10 +39,10 @@ from llama_export.checkpoint.layout import (
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.footprint.figures import Basis
-from llama_export.footprint.shards import shard
 from llama_export.model.llama import INV_FREQ
 from llama_export.pack import plan_weights
 from llama_export.quantize import choose, quantized_tensors
+from llama_export.shards import shard
 
 DEFAULT_DTYPE = "bf16"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")

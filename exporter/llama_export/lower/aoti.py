@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.lower.file_names import without_file_names
+from llama_export.lower.processes import processes
 from llama_export.lower.small_loops import small_loops_serial
 from llama_export.model.formulation import Formulation
 from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
+from llama_runtime.shards import NATIVE_GROUP
 
 # Up to so many rows, reading the stored weight decides, and a kernel of ours beats a library product.
 MAX_FUSED_ROWS = 64
@@ -53,18 +56,17 @@ class AotiBackend:
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return dtype
 
-    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
-        if place.device == "cpu":
-            return Formulation(
-                dtype,
-                reads_positions=True,
-                max_fused_rows=MAX_FUSED_ROWS,
-                numerics=place.numerics,
-            )
-        has_units = torch.cuda.get_device_capability() >= (8, 9)
-        return Formulation(
-            dtype, reads_positions=False, numerics=place.numerics, has_fp8_units=has_units
+    def formulation(self, dtype: torch.dtype, place: Place, num_shards: int = 1) -> Formulation:
+        form = Formulation(
+            dtype,
+            reads_positions=place.device == "cpu",
+            numerics=place.numerics,
+            num_shards=num_shards,
+            group=NATIVE_GROUP,
         )
+        if place.device == "cpu":
+            return replace(form, max_fused_rows=MAX_FUSED_ROWS)
+        return replace(form, has_fp8_units=torch.cuda.get_device_capability() >= (8, 9))
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:
         options, target = _options(place.device, place.isa)
@@ -86,19 +88,31 @@ class AotiBackend:
         options, target = _options(place.device, place.isa)
         program = trace(job)
         for name, info in job.weights.items():
-            tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
+            tensor = _value(name, info, job, place)
             program.state_dict[name] = as_kind(program.state_dict[name], tensor)
         if place.device == "cuda":
             program = move_to_device_pass(program, "cuda")
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with compiler(options):
+        with compiler(options), processes(job.form):
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())
         constants = tuple(name for name in job.weights if name in bound)
         requires = {"torch": minor(torch.__version__), **needed_capability(program)}
         return Lowered(file, target, requires, constants)
+
+
+def _value(name: str, info: TensorInfo, job: Job, place: Place) -> torch.Tensor:
+    """A weight for the compiler; of parts, which differ from process to process, a stand-in."""
+    if name in job.cuts and math.prod(info.shape) <= MAX_INLINED:
+        raise BuildError(
+            f"`{name}` is too small to be cut: {math.prod(info.shape)} elements of it are left",
+            hint="choose fewer --shards, or build --format pt2",
+        )
+    if place.weights is None or name in job.cuts:
+        return _stand_in(name, info, place)
+    return place.weights[name]
 
 
 def _stand_in(name: str, info: TensorInfo, place: Place) -> torch.Tensor:
@@ -120,7 +134,7 @@ def _inlined(job: Job, place: Place) -> str:
     digest = hashlib.sha256()
     for name, info in job.weights.items():
         if math.prod(info.shape) <= MAX_INLINED:
-            tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
+            tensor = _value(name, info, job, place)
             digest.update(
                 name.encode() + b"\0" + bytes(tensor.reshape(-1).view(torch.uint8).numpy())
             )

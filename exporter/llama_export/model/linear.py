@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from llama_export.checkpoint.layout import Codes
 from llama_export.model import fp8, integers
+from llama_export.model.collectives import summed
 from llama_export.model.formulation import Formulation
 from llama_export.model.products import products
 
@@ -66,12 +67,30 @@ class Linear(nn.Module):
 
     def apart(self, x: Tensor) -> Tensor:
         """The layer by itself, in the form that many rows or FP8 weights have."""
-        scale, form, bias = self.weight_scale, self.form, self.bias
+        return self._apart(x, self.bias)
+
+    def _apart(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        scale, form = self.weight_scale, self.form
         if scale is not None and self.has_integers:
             return integers.linear(x, self.weight, scale, bias)
         if scale is not None:
             return fp8.linear(x, self.weight, scale, bias, form=form)
         return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class Summed(Linear):
+    """A linear layer of which each process has some columns: the processes add up their products.
+
+    They do it in float32, so that the sum is rounded once.
+    """
+
+    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Adds up a product in float32, adds the bias once, and rounds."""
+        return super().finish(summed(y, self.form), dtype)
+
+    def apart(self, x: Tensor) -> Tensor:
+        """As that of the class above, where the bias is no part of the product."""
+        return self.finish(self._apart(x, None).float(), x.dtype)
 
 
 class Embedding(Linear):

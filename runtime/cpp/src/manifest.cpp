@@ -142,7 +142,7 @@ Sizes read_variant(const Node& node) {
 
 ProgramRecord read_program(const Node& node) {
   node.keys({"entry", "format", "file", "dtype", "target", "signature", "constants", "requires",
-             "variant", "numerics"});
+             "variant", "numerics", "shards"});
   ProgramRecord program;
   program.entry =
       node.field("entry").text(is_entry_name, "an entry such as `decode` or `generate<32>`");
@@ -157,6 +157,7 @@ ProgramRecord read_program(const Node& node) {
   if (const auto text = node.optional("numerics"); text && !text->is_null()) {
     program.numerics = text->one_of({"exact", "fast"});
   }
+  if (const auto shards = node.optional("shards")) program.shards = shards->at_least(1);
   std::set<std::string> dims;
   for (const Dim& dim : program.signature.dims) dims.insert(dim.name);
   for (const auto& [name, size] : program.variant) {
@@ -189,6 +190,11 @@ Quantized read_quantized(const Node& node) {
   return quantized;
 }
 
+Cut read_cut(const Node& node) {
+  node.keys({"tensor", "axis"});
+  return {node.field("tensor").text(), node.field("axis").one_of({"rows", "columns"})};
+}
+
 void read_weights(const Node& node, Manifest& manifest) {
   for (const auto& [name, item] : node.field("weights_headers").members()) {
     item.check_key(name, is_file_name, "a plain file name");
@@ -201,12 +207,15 @@ void read_weights(const Node& node, Manifest& manifest) {
   if (const auto quantized = node.optional("quantized"); quantized && !quantized->is_null()) {
     manifest.quantized = read_quantized(*quantized);
   }
+  if (const auto cuts = node.optional("cuts")) {
+    for (const auto& [name, item] : cuts->members()) manifest.cuts[name] = read_cut(item);
+  }
 }
 
 Manifest read_all(const Node& node) {
   node.keys({"schema", "name", "source", "model", "dtype", "max_seq", "batch", "weights",
              "tokenizer", "has_chat_template", "stop_tokens", "toolchain", "programs", "checks",
-             "files", "weights_headers", "referenced", "quantized"});
+             "files", "weights_headers", "referenced", "quantized", "cuts"});
   Manifest manifest;
   manifest.schema = node.field("schema").text();
   manifest.name = node.field("name").text();

@@ -74,9 +74,9 @@ class Link:
     Args:
         group: of this process; with one of a single process nothing is sent.
         timeout: seconds that making the link may wait for the others.
-        on_end: called with the link, once, in a thread of its own, when the group has lost a process (with the
-            first error) or the leader ends (with None). Whatever this process computes or waits
-            for fails soon after that on CPUs; it may hang on GPUs.
+        on_end: called with the link, once, in a thread of its own, when the group has lost a
+            process (with the first error) or the leader ends (with None). Whatever this process
+            computes or waits for fails soon after that on CPUs; it may hang on GPUs.
 
     Raises:
         GroupError: a process did not come.
