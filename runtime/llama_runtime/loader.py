@@ -232,6 +232,12 @@ class LoadedBundle:
                 bundle is loaded in another; it has states; its weights have eight bits.
             IntegrityError: the program's file is damaged.
         """
+        if self.mirror is not None:
+            raise CompatibilityError(
+                f"`{name}` has no gradients where one process leads others",
+                where=self.folder,
+                hint="train with programs of one shard",
+            )
         formats = [program.format for program in self._programs if program.entry == name]
         found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
         if found not in ("pt2", None):

@@ -127,10 +127,11 @@ class Session:
         The file, safetensors, is written whole or not at all; one that is there is replaced.
 
         Raises:
-            SessionError: nothing was fed yet, an earlier call failed, or the file cannot be
-                written.
+            SessionError: nothing was fed yet, an earlier call failed, the file cannot be written,
+                or several processes run the programs together.
         """
         self._check_whole()
+        self._check_alone()
         if self.position == 0:
             raise SessionError("expected a session with tokens, got none", hint="feed some first")
         used = {name: t[:, :, : self.position].cpu() for name, t in self._states.items()}
@@ -147,7 +148,9 @@ class Session:
             IntegrityError: the file is no snapshot, or a damaged one.
             CompatibilityError: it was saved with other weights, another dtype or batch, or is
                 longer than the capacity.
+            SessionError: several processes run the programs together.
         """
+        self._check_alone()
         found = snapshot.read(
             Path(path),
             self._digest(),
@@ -169,6 +172,16 @@ class Session:
         if self._is_broken:
             raise SessionError(
                 "an earlier call failed in the middle of a step", hint="call reset()"
+            )
+
+    def _check_alone(self) -> None:
+        group = self._bundle.group
+        if group is not None and group.size > 1:
+            raise SessionError(
+                f"states of {group.size} processes cannot be saved or restored: "
+                "each process has a part of them",
+                where=self._bundle.folder,
+                hint="run it in one process, with programs of one shard",
             )
 
     def _chunk_len(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import enum
 import os
+import re
 import secrets
 import socket
 import threading
@@ -240,7 +241,9 @@ def _as_error(cause: BaseException) -> GroupError:
 
 
 def _first_line(cause: BaseException) -> str:
-    return next(iter(str(cause).splitlines()), type(cause).__name__)
+    """Without the place in the source of Gloo that it begins with."""
+    line = next(iter(str(cause).splitlines()), type(cause).__name__)
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", line)
 
 
 def as_bytes(values: Sequence[int]) -> torch.Tensor:

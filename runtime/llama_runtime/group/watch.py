@@ -22,7 +22,8 @@ from llama_artifacts.errors import GroupError, LlamaExportError
 LEADER = 0
 BEAT_SECONDS = 1.0
 _STARVED_SECONDS = 3 * BEAT_SECONDS
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 3.0
+_FAILED_SECONDS = 0.2  # others may hang until this process is gone
 _BEAT, _DONE, _FAILED = b".", b"D", b"F"
 _HEAD = struct.Struct(">cH")
 _MAX_LEN = 1000  # of a text, which is then far from the largest length of a frame
@@ -89,13 +90,15 @@ class Watch:
     def close(self) -> None:
         """Says that all went well, if it did, and waits a moment for the others to end, too."""
         with self._lock:
+            wait = _FAILED_SECONDS
             if self._reason is None:
                 self._tell(_DONE)
-            self._close_at = time.monotonic() + _CLOSE_SECONDS
+                wait = _CLOSE_SECONDS
+            self._close_at = time.monotonic() + wait
             for sock in self._sockets.values():
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_WR)
-        self._thread.join(_CLOSE_SECONDS + BEAT_SECONDS)
+        self._thread.join(wait)
 
     # The thread of the watch
 
