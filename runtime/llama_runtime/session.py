@@ -131,7 +131,7 @@ class Session:
                 or several processes run the programs together.
         """
         self._check_whole()
-        self._check_alone()
+        snapshot.check_alone(self._bundle.group, self._bundle.folder)
         if self.position == 0:
             raise SessionError("expected a session with tokens, got none", hint="feed some first")
         used = {name: t[:, :, : self.position].cpu() for name, t in self._states.items()}
@@ -150,7 +150,7 @@ class Session:
                 longer than the capacity.
             SessionError: several processes run the programs together.
         """
-        self._check_alone()
+        snapshot.check_alone(self._bundle.group, self._bundle.folder)
         found = snapshot.read(
             Path(path),
             self._digest(),
@@ -172,16 +172,6 @@ class Session:
         if self._is_broken:
             raise SessionError(
                 "an earlier call failed in the middle of a step", hint="call reset()"
-            )
-
-    def _check_alone(self) -> None:
-        group = self._bundle.group
-        if group is not None and group.size > 1:
-            raise SessionError(
-                f"states of {group.size} processes cannot be saved or restored: "
-                "each process has a part of them",
-                where=self._bundle.folder,
-                hint="run it in one process, with programs of one shard",
             )
 
     def _chunk_len(self) -> int:

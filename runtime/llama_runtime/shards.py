@@ -80,9 +80,9 @@ def join(device: str = "cpu", *, timeout: float = DEFAULT_TIMEOUT) -> Group:
         _meet(_BACKENDS[kind], datetime.timedelta(seconds=timeout))
     except (RuntimeError, ValueError, OSError) as cause:  # of torch: a store or a peer is missing
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        lines = str(cause).splitlines()
+        reason = str(cause).partition("\n")[0].strip("' ") or type(cause).__name__
         raise GroupError(
-            f"expected {size} processes to meet within {timeout:g} s: {lines[0] if lines else cause!r}",
+            f"expected {size} processes to meet within {timeout:g} s: {reason}",
             where=place,
             hint="start all of them together, each group at a place of its own: torchrun --standalone",
         ) from cause

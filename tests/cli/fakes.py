@@ -53,6 +53,7 @@ class FakeRuntime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stream: FakeStream) -> None:
         self.calls: dict[str, dict[str, Any]] = {}
+        self.group, self.folder = None, Path("b")
         self.stream = stream
         monkeypatch.setattr(llama_runtime, "load", self.load)
 

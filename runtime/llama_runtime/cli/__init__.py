@@ -6,6 +6,7 @@ A command's module is imported when the command is invoked, and what is heavy on
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
@@ -69,6 +70,9 @@ def main() -> None:
     """The console script: runs the command of `sys.argv` and exits."""
     errors.quiet_warnings()
     output.prepare()
+    if not errors.is_debugging():
+        # What fails between processes is told in one line, not with traces of native code.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         with signals.handled():
             command_line.main(prog_name=PROGRAM)

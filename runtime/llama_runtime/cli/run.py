@@ -300,6 +300,10 @@ def command(
             )
             if loaded is None:
                 return
+            if save_state is not None or load_state is not None:
+                from llama_runtime import snapshot
+
+                snapshot.check_alone(loaded.group, loaded.folder)
             # The programs are loaded here, too; the first step comes with the first piece.
             words = {"stop": stop, "chat": chat, "system": system}
             stream = _stream(loaded, prompt, tokens, words, settings)
