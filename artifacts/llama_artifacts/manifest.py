@@ -222,7 +222,8 @@ class Quantized:
 class Check:
     """One law that was checked: the figure found and the most it may be.
 
-    `entry` and `format` are empty where the law is about more than one.
+    `entry` and `format` are empty where the law is about more than one; `shards` is that of the
+    program.
     """
 
     law: str
@@ -230,6 +231,10 @@ class Check:
     format: Literal["", "pt2", "aoti", "onnx"]
     figure: float
     limit: float
+    shards: Count = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def processes(form: Formulation) -> Iterator[None]:
         yield
         return
     name = GroupName(form.group)
-    _register_process_group(name, ProcessGroup(HashStore(), 0, form.num_shards))
+    group = ProcessGroup(HashStore(), 0, form.num_shards)  # which the register does not keep alive
+    _register_process_group(name, group)
     try:
         yield
     finally:

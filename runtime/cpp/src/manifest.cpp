@@ -170,13 +170,14 @@ ProgramRecord read_program(const Node& node) {
 }
 
 Check read_check(const Node& node) {
-  node.keys({"law", "entry", "format", "figure", "limit"});
+  node.keys({"law", "entry", "format", "figure", "limit", "shards"});
   Check check;
   check.law = node.field("law").text();
   check.entry = node.field("entry").text();
   check.format = node.field("format").one_of({"", "pt2", "aoti", "onnx"});
   check.figure = node.field("figure").number();
   check.limit = node.field("limit").number();
+  if (const auto shards = node.optional("shards")) check.shards = shards->at_least(1);
   return check;
 }
 

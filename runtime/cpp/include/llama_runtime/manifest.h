@@ -134,6 +134,7 @@ struct Check {
   std::string format;
   double figure = 0;
   double limit = 0;
+  int64_t shards = 1;  // of the program
 };
 
 struct Manifest {
