@@ -154,7 +154,7 @@ class Link:
     @property
     def is_speaker(self) -> bool:
         """Whether it is for this process to say what failed: the leader, or one that lost it."""
-        return self.is_leader or (self._watch is not None and LEADER in self._watch.lost)
+        return self.is_leader or (self._watch is not None and self._watch.lost == LEADER)
 
     def reason(self, wait: float = 0.0) -> LlamaExportError | None:
         """The first error of the group; None if nothing is known after waiting so many seconds."""

@@ -41,7 +41,7 @@ class Watch:
 
     Attributes:
         is_done: whether the leader has said that all went well and that it ends.
-        lost: ranks that were lost without a word, as this process saw it.
+        lost: the rank that was lost without a word, if this process saw that before all else.
 
     Args:
         peers: a connected socket for each rank that this one listens to; owned from here on.
@@ -56,11 +56,10 @@ class Watch:
         self._silence = silence
         self._on_end = on_end
         self.is_done = False
-        self.lost: set[int] = set()
+        self.lost: int | None = None
         self._sockets = dict(peers)
         self._received = dict.fromkeys(peers, b"")
         self._heard = dict.fromkeys(peers, time.monotonic())
-        self._parted: set[int] = set()  # those that have said their last word
         self._reason: LlamaExportError | None = None
         self._is_known = threading.Event()
         self._close_at: float | None = None
@@ -95,8 +94,8 @@ class Watch:
                 self._tell(_DONE)
                 wait = _CLOSE_SECONDS
             self._close_at = time.monotonic() + wait
-            for sock in self._sockets.values():
-                with contextlib.suppress(OSError):
+            for sock in list(self._sockets.values()):
+                with contextlib.suppress(OSError):  # the thread has closed it
                     sock.shutdown(socket.SHUT_WR)
         self._thread.join(wait)
 
@@ -130,13 +129,12 @@ class Watch:
         """Takes what came; those that are gone first, since others fail for lack of them."""
         ended = [rank for rank in ranks if self._is_ended(rank)]
         words = [(rank, *word) for rank in ranks for word in self._words(rank)]
-        self._parted.update(rank for rank, _, _ in words)
-        for rank in ended:
+        parted = {rank for rank, _, _ in words}  # after its last word nothing comes, or is read
+        for rank in parted.union(ended):
             self._selector.unregister(self._sockets[rank])
             self._sockets.pop(rank).close()
-            if rank not in self._parted and self._close_at is None:
-                self.lost.add(rank)
-                self._lose(GroupError(f"rank {rank} is gone: it was killed, or crashed"))
+            if rank not in parted:
+                self._lose(GroupError(f"rank {rank} is gone: it was killed, or crashed"), rank)
         for rank, kind, text in words:
             if kind == _FAILED:
                 self._lose(_from_json(text))
@@ -174,14 +172,14 @@ class Watch:
             self._lose(GroupError("torchrun is gone: it was killed, or crashed"))
         for rank, heard in self._heard.items():
             if rank in self._sockets and now - heard > self._silence:
-                self.lost.add(rank)
-                self._lose(GroupError(f"rank {rank} has been silent for {self._silence:g} s"))
+                text = f"rank {rank} has been silent for {self._silence:g} s"
+                self._lose(GroupError(text), rank)
 
-    def _lose(self, error: LlamaExportError) -> None:
+    def _lose(self, error: LlamaExportError, rank: int | None = None) -> None:
         with self._lock:
             if self._reason is not None or self._close_at is not None:
                 return
-            self._reason = error
+            self._reason, self.lost = error, rank
             self._tell(_FAILED, _as_json(error))
             self._is_known.set()
         self._on_end(error)
