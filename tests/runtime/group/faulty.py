@@ -1,7 +1,8 @@
 """`python -m llama_runtime`, but that one rank meets a fault in one of its calls.
 
 FAULT is `RANK:CALL:KIND`: what happens in that rank as it begins that call of a program, counted
-from 0. Without it all goes well. PIDS names a folder in which each rank leaves its process id.
+from 0; the kinds `absent` and `bundle=FOLDER` happen at its start. Without it all goes well. PIDS
+names a folder in which each rank leaves its process id.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def happen(kind: str) -> None:
 def patch(rank: int, call: int, kind: str) -> None:
     if int(os.environ["RANK"]) != rank:
         return
+    if kind == "absent":
+        os._exit(7)
+    if kind.startswith("bundle="):
+        sys.argv[2] = kind.removeprefix("bundle=")
     run = Pt2Program.run
 
     def faulty(self: Pt2Program, *args: Any) -> Any:
@@ -53,8 +58,8 @@ def patch(rank: int, call: int, kind: str) -> None:
     Pt2Program.run = faulty  # type: ignore[method-assign]
 
 
+Path(os.environ["PIDS"], f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
 if fault := os.environ.get("FAULT"):
     number, at, what = fault.split(":")
     patch(int(number), int(at), what)
-Path(os.environ["PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
 main()
