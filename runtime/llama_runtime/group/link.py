@@ -22,8 +22,12 @@ from llama_artifacts.errors import GroupError, LlamaExportError
 from llama_runtime.group.watch import LEADER, Watch
 from llama_runtime.shards import Group
 
-SILENCE_SECONDS = 60.0
-"""A process that gives no sign of life for so long is taken for lost."""
+SILENCE_FACTOR = 2.0
+"""Of the timeout: a process that gives no sign of life for so long is taken for lost.
+
+Native code that waits in a collective gives none, and that ends by the timeout: whoever waits must
+be the first to say that another hangs.
+"""
 
 _FRAME_BYTES = 4096
 _HEAD = 4  # integers: kind, program, states, bytes of the payload
@@ -74,7 +78,8 @@ class Link:
 
     Args:
         group: of this process; with one of a single process nothing is sent.
-        timeout: seconds that making the link may wait for the others.
+        timeout: seconds that making the link may wait for the others, and each collective of the
+            programs, as `join` was told.
         on_end: called with the link, once, in a thread of its own, when the group has lost a
             process (with the first error) or the leader ends (with None). Whatever this process
             computes or waits for fails soon after that on CPUs; it may hang on GPUs.
@@ -97,7 +102,7 @@ class Link:
             except (RuntimeError, OSError) as cause:
                 raise GroupError(f"the processes did not meet: {_first_line(cause)}") from cause
             self._watch = Watch(
-                peers, silence=min(timeout, SILENCE_SECONDS), on_end=partial(on_end, self)
+                peers, silence=SILENCE_FACTOR * timeout, on_end=partial(on_end, self)
             )
 
     @property
