@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llama_runtime.cli import main
+from llama_runtime.programs.aoti import AotiProgram
 from llama_runtime.programs.pt2 import Pt2Program
 
 CALLS = 0
@@ -46,16 +48,16 @@ def patch(rank: int, call: int, kind: str) -> None:
         os._exit(7)
     if kind.startswith("bundle="):
         sys.argv[2] = kind.removeprefix("bundle=")
-    run = Pt2Program.run
+    for cls in (Pt2Program, AotiProgram):
 
-    def faulty(self: Pt2Program, *args: Any) -> Any:
-        global CALLS
-        CALLS += 1
-        if call + 1 == CALLS:
-            happen(kind)
-        return run(self, *args)
+        def faulty(self: Any, *args: Any, run: Callable[..., Any] = cls.run) -> Any:
+            global CALLS
+            CALLS += 1
+            if call + 1 == CALLS:
+                happen(kind)
+            return run(self, *args)
 
-    Pt2Program.run = faulty  # type: ignore[method-assign]
+        cls.run = faulty  # type: ignore[method-assign]
 
 
 Path(os.environ["PIDS"], f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
