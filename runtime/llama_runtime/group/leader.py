@@ -32,7 +32,7 @@ class Leader:
     """Mirrors a bundle's programs and states in the followers; see `llama_runtime.loader.Mirror`.
 
     A call that fails in any process ends the group: from then on every call raises what failed
-    first. Calls from several threads take turns.
+    first. So does one that a signal interrupts here. Calls from several threads take turns.
     """
 
     def __init__(self, link: Link, programs: Sequence[manifest.Program]) -> None:
@@ -109,6 +109,9 @@ class Leader:
                 yield
             except Exception as cause:  # the others are in the middle of the call
                 raise self._link.failure(cause) from cause
+            except BaseException:  # a signal, which is no failure of the group
+                self._link.tear()
+                raise
 
     def _number(self, tensors: Sequence[torch.Tensor]) -> int:
         with self._link.lock:

@@ -94,6 +94,7 @@ class Link:
         self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         self._watch: Watch | None = None
         self._is_open = group.size > 1
+        self._is_torn = False
         if self._is_open:
             try:
                 wait = datetime.timedelta(seconds=timeout)
@@ -125,6 +126,8 @@ class Link:
             return
         if (reason := self.reason()) is not None:
             raise GroupError(reason.message, where=reason.where, hint=reason.hint)
+        if self._is_torn:
+            raise GroupError("an earlier call was interrupted, which the others may still be in")
         size = message.payload.numel()
         head = torch.tensor([message.kind, message.program, message.states, size])
         self._frame[: 8 * _HEAD] = head.view(torch.uint8)
@@ -180,12 +183,17 @@ class Link:
         text = own.message if rank == LEADER else f"rank {rank}: {own.message}"
         return self._watch.fail(GroupError(text, where=own.where, hint=own.hint))
 
+    def tear(self) -> None:
+        """Nothing can be sent any more: this process left a call that the others may be in."""
+        self._is_torn = True
+
     def close(self) -> None:
         """Ends the followers' wait, if this is the leader and all is well; to be called once."""
         if self._watch is None:
             return
         # A call that hangs keeps the lock; the others are then ended by the watch.
-        if self.is_leader and self._watch.reason() is None and self.lock.acquire(timeout=1.0):
+        is_whole = self._watch.reason() is None and not self._is_torn
+        if self.is_leader and is_whole and self.lock.acquire(timeout=1.0):
             try:
                 self.send(Message(Kind.END))
             except GroupError:
@@ -195,9 +203,10 @@ class Link:
         self._is_open = False
         self._watch.close()
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
         options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = LEADER, 0, _FOR_EVER
+        options.rootRank, options.rootTensor = LEADER, 0
+        options.timeout = _FOR_EVER if timeout is None else datetime.timedelta(seconds=timeout)
         self._channel.broadcast([tensor], options).wait()
 
     def _connect(self, timeout: float) -> dict[int, socket.socket]:
@@ -205,15 +214,17 @@ class Link:
         deadline = time.monotonic() + timeout
         if not self.is_leader:
             place = torch.zeros(8 + _TOKEN_BYTES, dtype=torch.uint8)
-            self._broadcast(place)
+            self._broadcast(place, timeout)
             number, secret = as_integers(place[:8])[0], bytes(place[8:].tolist())
             sock = socket.create_connection((_host(), number), timeout)
             sock.sendall(secret + self.group.rank.to_bytes(8, "big"))
             return {LEADER: sock}
         token = secrets.token_bytes(_TOKEN_BYTES)
-        with socket.create_server((_host(), 0)) as server:
+        host = _host()
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, 0), family=family) as server:
             port = as_bytes([server.getsockname()[1]])
-            self._broadcast(torch.cat([port, torch.tensor(list(token)).byte()]))
+            self._broadcast(torch.cat([port, torch.tensor(list(token)).byte()]), timeout)
             return _accept(server, token, self.group.size - 1, deadline)
 
 

@@ -28,13 +28,16 @@ class FakeLink:
         self.lock = threading.RLock()
         self.sent: list[Message] = []
         self.error: LlamaExportError | None = None
-        self.is_over = False
+        self.is_over = self.is_torn = False
 
     def send(self, message: Message) -> None:
         assert self.lock.acquire(blocking=False)
         if self.error is not None:
             raise self.error
         self.sent.append(message)
+
+    def tear(self) -> None:
+        self.is_torn = True
 
     def receive(self) -> Message:
         return self.sent.pop(0) if self.sent else Message(Kind.END)
@@ -141,6 +144,22 @@ def test_a_call_that_fails_here_ends_the_group(
     with pytest.raises(GroupError, match="failed: no room"):
         decode(states, **CALL)
     assert link.kinds == ["LOAD", "STATES", "RUN"]
+
+
+def test_after_an_interrupt_nothing_is_sent(
+    pair: tuple[llama_runtime.LoadedBundle, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, link = pair
+    decode = bundle.entry("decode")
+    states = decode.new_states()
+
+    def run(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pt2Program, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        decode(states, **CALL)
+    assert link.is_torn
 
 
 def test_no_gradients_where_others_follow(short_bundle: Path) -> None:
