@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
         *,
         grace_s: float,
         at_start: Callable[[], None],
-        fault: Callable[[], Exception | None],
+        fault: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
