@@ -26,6 +26,7 @@ from llama_runtime import compat
 from llama_runtime.cuda_graphs import CudaGraphs, graphs_for
 from llama_runtime.entry import Entry, Variant
 from llama_runtime.generate import Generation, TokenStream
+from llama_runtime.mirror import Mirror
 from llama_runtime.places import find_weights
 from llama_runtime.programs.base import Loading, load_program
 from llama_runtime.programs.base import Program as LoadedProgram
@@ -110,6 +111,9 @@ class LoadedBundle:
     """A bundle on a device. Entries and sessions made from it share one copy of the weights.
 
     Safe to ask for entries from several threads; what it gives out is not safe to share.
+
+    Attributes:
+        mirror: runs calls in other processes, too; set before the first entry is asked for.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class LoadedBundle:
         self._threads = threads
         self._allow_native = allow_native
         self._graphs = graphs
+        self.mirror: Mirror | None = None
         self._group = group
         num_shards = 1 if group is None else group.size
         self._programs = tuple(p for p in bundle.manifest.programs if p.shards == num_shards)
@@ -141,6 +146,11 @@ class LoadedBundle:
     def manifest(self) -> Manifest:
         """The bundle's manifest."""
         return self._bundle.manifest
+
+    @property
+    def device(self) -> torch.device:
+        """Where its programs run."""
+        return self._device
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -208,7 +218,7 @@ class LoadedBundle:
                     if other.variant and _is_alike(other, program) and self._fits(other)
                 ]
                 loaded = self._load(program)
-                self._entries[name] = Entry(program, loaded, self._device, variants)
+                self._entries[name] = Entry(program, loaded, self._device, variants, self.mirror)
             return self._entries[name]
 
     def trainable(self, name: str) -> TrainableEntry:
@@ -222,6 +232,12 @@ class LoadedBundle:
                 bundle is loaded in another; it has states; its weights have eight bits.
             IntegrityError: the program's file is damaged.
         """
+        if self.mirror is not None:
+            raise CompatibilityError(
+                f"`{name}` has no gradients where one process leads others",
+                where=self.folder,
+                hint="train with programs of one shard",
+            )
         formats = [program.format for program in self._programs if program.entry == name]
         found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
         if found not in ("pt2", None):
@@ -247,10 +263,22 @@ class LoadedBundle:
             raise CompatibilityError(message, where=self.folder, hint=launch_hint(program.shards))
         compat.check(program, device=str(self._device), allow_native=self._allow_native)
         with self._lock:
-            return Entry(program, self._load(program), self._device)
+            return Entry(program, self._load(program), self._device, mirror=self.mirror)
+
+    def load_program(self, record: Program) -> LoadedProgram:
+        """One program of the manifest in this process alone; it trusts whoever runs it.
+
+        Raises:
+            CompatibilityError: it does not fit the machine.
+            IntegrityError: its file is damaged.
+        """
+        compat.check(record, device=str(self._device), allow_native=self._allow_native)
+        with self._lock:
+            return (self._graphs.load if self._graphs else load_program)(self._loading(record))
 
     def _load(self, record: Program) -> LoadedProgram:
-        return (self._graphs.load if self._graphs else load_program)(self._loading(record))
+        load = partial(self.load_program, record)
+        return load() if self.mirror is None else self.mirror.load(record, load)
 
     def _loading(self, program: Program) -> Loading:
         """What the program is loaded with, its digest checked."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import GroupName
 
 from llama_artifacts.bundle import Bundle
-from llama_artifacts.errors import CompatibilityError, InputError
+from llama_artifacts.errors import CompatibilityError, GroupError, InputError
 from llama_artifacts.manifest import FILE_NAME
 
 GROUP = "shards"
@@ -33,6 +34,7 @@ in one group, a native program could wait for a thread that waits for it.
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a collective waits for the other processes."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCH_HINT = "start it with torchrun --standalone --nproc-per-node N -m llama_runtime"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -61,28 +63,72 @@ def join(device: str = "cpu", *, timeout: float = DEFAULT_TIMEOUT) -> Group:
 
     Raises:
         CompatibilityError: not started by `torchrun`, or torch is built without the backend.
+        GroupError: some process did not come.
         InputError: another device, or a timeout that is not positive.
     """
-    kind = torch.device(device).type
+    kind = device.partition(":")[0]
     if kind not in _BACKENDS:
         raise InputError(f"expected cpu, cuda or cuda:N, got `{device}`", where="device")
     if not timeout > 0:
         raise InputError(f"expected a positive number of seconds, got {timeout}", where="timeout")
-    if missing := [name for name in _VARIABLES if name not in os.environ]:
+    if not distributed.is_backend_available(_BACKENDS[kind]):
+        raise CompatibilityError(f"this torch is built without {_BACKENDS[kind]}")
+    rank, size = _place()
+    if device == "cuda":
+        _take_device()
+    try:
+        _meet(_BACKENDS[kind], datetime.timedelta(seconds=timeout))
+    except (RuntimeError, ValueError, OSError) as cause:  # of torch: a store or a peer is missing
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(cause).partition("\n")[0].strip("' ") or type(cause).__name__
+        raise GroupError(
+            f"expected {size} processes to meet within {timeout:g} s: {reason}",
+            where=place,
+            hint="start all of them together, each group at a place of its own: torchrun --standalone",
+        ) from cause
+    return Group(rank, size)
+
+
+def _take_device() -> None:
+    """Makes the GPU of this process's number on its machine the one that `cuda` means."""
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
+        raise CompatibilityError(
+            f"expected a CUDA device for each process of this machine, got {count}",
+            hint="start fewer processes, or run on the CPU",
+        )
+    torch.cuda.set_device(number)
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank and the number of processes, from the environment."""
+    if missing := [name for name in _VARIABLES if not os.environ.get(name)]:
         raise CompatibilityError(
             f"expected to be one of several processes, but {missing[0]} is not set",
-            hint="start it with torchrun --nproc-per-node N -m llama_runtime",
+            hint=_LAUNCH_HINT,
         )
-    backend = _BACKENDS[kind]
-    if not distributed.is_backend_available(backend):
-        raise CompatibilityError(f"this torch is built without {backend}")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not re.fullmatch(r"[0-9]{1,9}", os.environ[name]):
+            raise CompatibilityError(
+                f"expected a number, got `{os.environ[name]:.40}`", where=name, hint=_LAUNCH_HINT
+            )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise CompatibilityError(
+            f"expected a rank below {size} (WORLD_SIZE), got {rank}",
+            where="RANK",
+            hint=_LAUNCH_HINT,
+        )
+    return rank, size
+
+
+def _meet(backend: str, timeout: datetime.timedelta) -> None:
+    """Makes the process groups, under the names that programs know."""
+    distributed.init_process_group(backend, timeout=timeout)
     assert distributed.group.WORLD is not None
     _register_process_group(GroupName(GROUP), distributed.group.WORLD)
-    _register_process_group(GroupName(NATIVE_GROUP), distributed.new_group())
-    return Group(distributed.get_rank(), distributed.get_world_size())
+    native = distributed.new_group(timeout=timeout)
+    _register_process_group(GroupName(NATIVE_GROUP), native)
 
 
 def leave() -> None:
@@ -106,7 +152,7 @@ def launch_hint(num_shards: int) -> str:
     """How programs for so many processes are started."""
     if num_shards == 1:
         return "load it in one process by itself"
-    return f"run it with torchrun --nproc-per-node {num_shards} -m llama_runtime"
+    return f"run it with torchrun --standalone --nproc-per-node {num_shards} -m llama_runtime"
 
 
 def check_shards(bundle: Bundle, group: Group | None) -> None:
@@ -137,12 +183,16 @@ def check_same(group: Group, digest: bytes) -> None:
 
     Raises:
         CompatibilityError: they differ; every process raises it.
+        GroupError: a process is lost.
     """
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     if distributed.get_backend() == "nccl":
         own = own.cuda()
     found = [torch.empty_like(own) for _ in range(group.size)]
-    distributed.all_gather(found, own)
+    try:
+        distributed.all_gather(found, own)
+    except RuntimeError as cause:
+        raise GroupError("a process was lost while the bundle was loaded") from cause
     odd = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
     if odd:
         raise CompatibilityError(

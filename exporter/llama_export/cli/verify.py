@@ -13,7 +13,7 @@ from llama_artifacts.codec import encode
 from llama_artifacts.errors import LlamaExportError, VerificationError
 from llama_artifacts.manifest import Format, show_shards
 from llama_artifacts.summary import show_bytes
-from llama_export.cli import errors, output, signatures
+from llama_export.cli import output, signatures
 from llama_export.cli.options import (
     OPTIONS,
     Command,
@@ -25,6 +25,7 @@ from llama_export.cli.options import (
     weights_dir_option,
 )
 from llama_export.laws.registry import LAWS, NAMES
+from llama_runtime.cli import errors
 
 if TYPE_CHECKING:
     from llama_export.report import Reporter
