@@ -68,8 +68,10 @@ def _difference(actual: Results, expected: Results, group: shards.Group) -> floa
 
 
 def _largest(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest value where that is more than 1."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    return float((actual.double() - expected.double()).abs().max())
+    wide = expected.double()
+    return float((actual.double() - wide).abs().max() / wide.abs().max().clamp(min=1))
 
 
 if __name__ == "__main__":
