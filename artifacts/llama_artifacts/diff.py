@@ -90,7 +90,7 @@ def _programs(first: Bundle, second: Bundle) -> Iterator[Change]:
         for key, old, new in _pairs(*map(_leaves, fields)):
             yield Change("programs", f"{name} {key}", old, new)
         for key, old, new in _pairs(*signatures):
-            yield Change("signatures", f"{before.label} {key}", old, new)
+            yield Change("signatures", f"{before.title} {key}", old, new)
 
 
 def _by_name(bundle: Bundle) -> dict[str, Program]:
@@ -99,7 +99,7 @@ def _by_name(bundle: Bundle) -> dict[str, Program]:
         target = program.target
         machine = target.capability or target.isa
         place = target.device if machine is None else f"{target.device}-{machine}"
-        found[f"{program.label} {program.format} {place}"] = program
+        found[f"{program.title} {program.format} {place}"] = program
     return found
 
 

@@ -93,6 +93,12 @@ class SessionError(LlamaExportError):
     default_hint = "call reset(), or make a new session"
 
 
+class GroupError(LlamaExportError):
+    """The processes that run one program together have lost one of them, or never met."""
+
+    default_hint = "start all of them again"
+
+
 class VerificationError(LlamaExportError):
     """A bundle's program does not compute what it must."""
 

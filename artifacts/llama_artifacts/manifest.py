@@ -154,6 +154,9 @@ class Program:
             its signature has the number where the general program's has the dimension.
         numerics: how products with FP8 weights are computed: `exact`, as if they were stored in
             the compute dtype, or `fast`; None where no weight is FP8.
+        shards: how many processes run it together, each with its part of the weights and of the
+            states (see `Cut`). The signature is that of one of them: states are its own, inputs and
+            outputs are whole and the same for all.
     """
 
     entry: EntryName
@@ -166,6 +169,7 @@ class Program:
     requires: dict[str, str]
     variant: dict[DimName, Count] = field(default_factory=dict)
     numerics: Numerics | None = None
+    shards: Count = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -178,6 +182,24 @@ class Program:
         """The entry, and what the program fixes: `decode_paged:Rows=1`."""
         fixed = ",".join(f"{name}={size}" for name, size in sorted(self.variant.items()))
         return f"{self.entry}:{fixed}" if fixed else self.entry
+
+    @property
+    def title(self) -> str:
+        """The label, and how many processes run it if several: `decode of 2 shards`."""
+        return show_shards(self.label, self.shards)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a stored tensor each of N processes binds: number r of N equal parts, in order.
+
+    Attributes:
+        tensor: the name of the stored tensor.
+        axis: `rows` are parts of its first axis, `columns` of its second.
+    """
+
+    tensor: str
+    axis: Literal["rows", "columns"]
 
 
 @dataclass(frozen=True)
@@ -200,7 +222,8 @@ class Quantized:
 class Check:
     """One law that was checked: the figure found and the most it may be.
 
-    `entry` and `format` are empty where the law is about more than one.
+    `entry` and `format` are empty where the law is about more than one; `shards` is that of the
+    program.
     """
 
     law: str
@@ -208,6 +231,10 @@ class Check:
     format: Literal["", "pt2", "aoti", "onnx"]
     figure: float
     limit: float
+    shards: Count = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -227,6 +254,9 @@ class Manifest:
         referenced: size and digest of the files with weights that are not in the bundle.
         quantized: what the build made of the checkpoint's matrices; None: they are as stored, or
             converted to another dtype.
+        cuts: which constants of the programs of several shards are parts of a tensor, by the name
+            under which they are bound; every other constant is whole. Empty where no program has
+            several shards.
         max_seq: positions a state holds; the last one is scratch.
         batch: rows of the `rows` states.
         tokenizer: `tokenizers` (a tokenizer.json) or None (token ids only).
@@ -253,10 +283,12 @@ class Manifest:
     weights_headers: dict[FileName, Sha256]
     referenced: dict[FileName, File] = field(default_factory=dict)
     quantized: Quantized | None = None
+    cuts: dict[str, Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_files()
+        self._check_programs()
         self._check_weights()
 
     def _check_files(self) -> None:
@@ -267,20 +299,26 @@ class Manifest:
         for program in self.programs:
             if program.file not in self.files:
                 raise ValueError(f"program file {shown(program.file)} is not listed in `files`")
-        general = {
-            (program.entry, program.format) for program in self.programs if not program.variant
-        }
-        for program in self.programs:
-            if program.variant and (program.entry, program.format) not in general:
-                raise ValueError(
-                    f"variant {shown(program.label)} in {program.format} has no general program"
-                )
         for is_needed, name in (
             (self.tokenizer is not None, TOKENIZER_NAME),
             (self.has_chat_template, CHAT_TEMPLATE_NAME),
         ):
             if is_needed and name not in self.files:
                 raise ValueError(f"`{name}` is not listed in `files`")
+
+    def _check_programs(self) -> None:
+        kinds = [(program.entry, program.format, program.shards) for program in self.programs]
+        general = {
+            kind for program, kind in zip(self.programs, kinds, strict=True) if not program.variant
+        }
+        for program, kind in zip(self.programs, kinds, strict=True):
+            if program.variant and kind not in general:
+                raise ValueError(
+                    f"variant {shown(program.title)} in {program.format} has no general program"
+                )
+        if bool(self.cuts) != any(program.shards > 1 for program in self.programs):
+            got = "there is none" if self.cuts else "`cuts` is empty"
+            raise ValueError(f"`cuts` are for programs of several shards, but {got}")
 
     def _check_weights(self) -> None:
         held, elsewhere = set(self.weights_headers), set(self.referenced)
@@ -302,6 +340,15 @@ class Manifest:
     def entries(self) -> tuple[str, ...]:
         """Names of the entries, each once, in the order of the programs."""
         return tuple(dict.fromkeys(program.entry for program in self.programs))
+
+    def shard_counts(self) -> tuple[int, ...]:
+        """For how many processes there are programs, ascending."""
+        return tuple(sorted({program.shards for program in self.programs}))
+
+
+def show_shards(label: str, num_shards: int) -> str:
+    """A program's label with its number of shards, if there are several."""
+    return label if num_shards == 1 else f"{label} of {num_shards} shards"
 
 
 def file_stem(entry: str) -> str:

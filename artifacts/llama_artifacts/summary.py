@@ -1,6 +1,6 @@
 """What a bundle holds, for people (facts and tables of text) and for programs (a dict).
 
-It reads the manifest only.
+It reads the manifest, and of a bundle whose programs several processes share the weights' headers.
 """
 
 from __future__ import annotations
@@ -12,28 +12,45 @@ from typing import Any
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.codec import encode
-from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Program, Quantized, Target
-from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec, show
+from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Program, show_shards
+from llama_artifacts.per_rank import Collective, RankWeights, collectives, rank_weights
+from llama_artifacts.signature import Dim, Signature, StateSpec, TensorSpec, show
+from llama_artifacts.texts import Table, show_bounds, show_bytes, show_quantized, show_target
+from llama_artifacts.weights import stored_tensors
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under column names."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+__all__ = (
+    "Interface",
+    "StateGroup",
+    "Table",
+    "facts",
+    "group_states",
+    "interfaces",
+    "show_bounds",
+    "show_bytes",
+    "show_quantized",
+    "show_target",
+    "tables",
+    "to_dict",
+)
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A signature and the programs that have it."""
+    """A signature and the programs of one number of shards that have it."""
 
     entry: str
     signature: Signature
     programs: tuple[Program, ...]
+
+    @property
+    def shards(self) -> int:
+        """How many processes run each of the programs together."""
+        return self.programs[0].shards
+
+    @property
+    def title(self) -> str:
+        """The entry, and the number of shards if several."""
+        return show_shards(self.entry, self.shards)
 
 
 @dataclass(frozen=True)
@@ -90,16 +107,25 @@ def facts(bundle: Bundle) -> tuple[tuple[str, str], ...]:
 
 
 def tables(bundle: Bundle) -> tuple[Table, ...]:
-    """The programs, how they are called, their states, and the checks they passed."""
+    """The programs, how they are called, their states, what shards are, the checks they passed.
+
+    Raises:
+        IntegrityError: a file of weights that shards are parts of breaks the format.
+    """
     manifest = bundle.manifest
     found = [_program_table(manifest), _call_table(manifest), _state_table(manifest)]
+    found += [_rank_table(bundle), _collective_table(manifest)]
     if manifest.checks:
         found.append(_check_table(manifest))
     return tuple(table for table in found if table.rows)
 
 
 def to_dict(bundle: Bundle) -> dict[str, Any]:
-    """Everything above as JSON values; sizes in bytes."""
+    """Everything above as JSON values; sizes in bytes.
+
+    Raises:
+        IntegrityError: as `tables`.
+    """
     manifest = bundle.manifest
     return {
         "name": manifest.name,
@@ -122,21 +148,25 @@ def to_dict(bundle: Bundle) -> dict[str, Any]:
         "stop_tokens": list(manifest.stop_tokens),
         "toolchain": dict(sorted(manifest.toolchain.items())),
         "programs": [_program_dict(manifest, program) for program in manifest.programs],
-        "signatures": [_interface_dict(interface) for interface in interfaces(manifest)],
+        "signatures": [_interface_dict(manifest, interface) for interface in interfaces(manifest)],
+        "ranks": [
+            {"shards": num_shards, "weights": encode(weights)}
+            for num_shards, weights in _ranks(bundle)
+        ],
         "checks": encode(manifest.checks),
     }
 
 
 def interfaces(manifest: Manifest) -> tuple[Interface, ...]:
     """Each entry's signatures, variants aside, in the order of the programs; mostly one per entry."""
-    found: dict[tuple[str, Signature], list[Program]] = {}
+    found: dict[tuple[str, int, Signature], list[Program]] = {}
     for program in manifest.programs:
         if program.variant:
             continue
-        found.setdefault((program.entry, program.signature), []).append(program)
+        found.setdefault((program.entry, program.shards, program.signature), []).append(program)
     return tuple(
         Interface(entry, signature, tuple(programs))
-        for (entry, signature), programs in found.items()
+        for (entry, _, signature), programs in found.items()
     )
 
 
@@ -144,43 +174,6 @@ def group_states(states: Sequence[StateSpec]) -> tuple[StateGroup, ...]:
     """The states, with neighbours of the same dtype and shape together."""
     groups = groupby(states, key=lambda state: (state.dtype, state.shape))
     return tuple(StateGroup(tuple(group)) for _, group in groups)
-
-
-def show_bytes(num_bytes: int) -> str:
-    """A size for people, such as `269.1 MB`; a kB is 1,000 bytes."""
-    size = float(num_bytes)
-    for unit in _UNITS:
-        # 999.95 would be shown as 1000.0
-        if size < 999.95 or unit == _UNITS[-1]:
-            break
-        size /= 1000
-    return f"{num_bytes} B" if unit == "B" else f"{size:,.1f} {unit}"
-
-
-def show_bounds(bounds: Bounds, name: str) -> str:
-    """The values an input may hold, such as `0 to 2046`."""
-    if bounds.span is not None:
-        return f"from {bounds.min}; {name}+{bounds.span}-1 to {bounds.max}"
-    if bounds.dim is None:
-        return f"{bounds.min} to {bounds.max}"
-    size = bounds.dim if bounds.scale == 1 else f"{bounds.scale}*{bounds.dim}"
-    return f"{bounds.min} to {size}{f'{bounds.offset:+d}' if bounds.offset else ''}"
-
-
-def show_target(target: Target) -> str:
-    """The machine of a program, such as `cpu x86_64 avx512`."""
-    capability = target.capability and f"sm {target.capability}"
-    return " ".join(
-        part for part in (target.device, target.machine, target.isa, capability) if part
-    )
-
-
-def show_quantized(quantized: Quantized) -> str:
-    """What was done to the matrices, such as `int4 in groups of 32; embedding and head int8`."""
-    size = quantized.group_size
-    groups = "row by row" if size is None else f"in groups of {size}"
-    rest = "" if quantized.kind == "int8" else "; embedding and head int8"
-    return f"{quantized.kind} {groups}{rest}"
 
 
 def _source(manifest: Manifest) -> str:
@@ -223,7 +216,7 @@ def _program_bytes(manifest: Manifest) -> int:
 def _program_table(manifest: Manifest) -> Table:
     rows = tuple(
         (
-            program.label,
+            program.title,
             program.format,
             show_target(program.target),
             program.dtype,
@@ -234,19 +227,19 @@ def _program_table(manifest: Manifest) -> Table:
         for program in manifest.programs
     )
     columns = ("entry", "format", "target", "dtype", "fp8", "size", "file")
-    if not any(program.numerics for program in manifest.programs):
-        return Table("Programs", _without(columns, 4), tuple(_without(row, 4) for row in rows))
-    return Table("Programs", columns, rows)
-
-
-def _without(row: tuple[str, ...], index: int) -> tuple[str, ...]:
-    return row[:index] + row[index + 1 :]
+    table = Table("Programs", columns, rows)
+    return table if any(p.numerics for p in manifest.programs) else table.without("fp8")
 
 
 def _call_table(manifest: Manifest) -> Table:
     rows: list[tuple[str, ...]] = []
+    shown = set()
     for interface in interfaces(manifest):
         signature = interface.signature
+        call = (interface.entry, signature.inputs, signature.outputs, signature.dims)
+        if call in shown:  # shards differ in their states alone
+            continue
+        shown.add(call)
         lines = [
             *(("input", *_tensor(spec)) for spec in signature.inputs),
             *(("output", *_tensor(spec)) for spec in signature.outputs),
@@ -273,21 +266,77 @@ def _state_table(manifest: Manifest) -> Table:
     return Table("States", ("entry", "count", "size", "dtype", "shape", "names"), rows)
 
 
+def _ranks(bundle: Bundle) -> list[tuple[int, RankWeights | None]]:
+    """What a rank binds, by the number of shards; None where the weights are not here."""
+    manifest = bundle.manifest
+    if not manifest.cuts:
+        return []
+    stored = {name: found.end - found.start for name, (_, found) in stored_tensors(bundle).items()}
+    is_here = manifest.weights not in ("none", "reference")
+    return [
+        (num_shards, rank_weights(manifest, stored, num_shards) if is_here else None)
+        for num_shards in manifest.shard_counts()
+        if num_shards > 1
+    ]
+
+
+def _rank_table(bundle: Bundle) -> Table:
+    rows = tuple(
+        (f"{num_shards}", *map(show_bytes, (weights.bound, weights.copied, weights.embedding)))
+        if weights is not None
+        else (f"{num_shards}", "not here", "", "")
+        for num_shards, weights in _ranks(bundle)
+    )
+    return Table(
+        "Weights of one rank", ("shards", "bound", "of them copied", "of them embedding"), rows
+    )
+
+
+def _collective_table(manifest: Manifest) -> Table:
+    rows = tuple(
+        (
+            _label(interface, manifest),
+            found.kind,
+            f"{found.count}",
+            found.dtype,
+            show(found.shape),
+            _show_sent(found),
+        )
+        for interface in interfaces(manifest)
+        for found in collectives(manifest, interface.programs[0])
+    )
+    columns = ("entry", "kind", "count", "dtype", "shape", "bytes of all")
+    return Table("Collectives of one call", columns, rows)
+
+
+def _show_sent(collective: Collective) -> str:
+    """Bytes of all exchanges, such as `2.6 MB * Rows`."""
+    names = [size for size in collective.shape if isinstance(size, str)]
+    factors = [f"({name})" if "+" in name else name for name in names]
+    return " * ".join([show_bytes(collective.num_bytes), *factors])
+
+
 def _check_table(manifest: Manifest) -> Table:
     rows = tuple(
-        (check.law, check.entry, check.format, f"{check.figure:.3g}", f"{check.limit:.3g}")
+        (
+            check.law,
+            show_shards(check.entry, check.shards),
+            check.format,
+            f"{check.figure:.3g}",
+            f"{check.limit:.3g}",
+        )
         for check in manifest.checks
     )
     return Table("Checks", ("law", "entry", "format", "figure", "limit"), rows)
 
 
 def _label(interface: Interface, manifest: Manifest) -> str:
-    """The entry, and the formats where the others of the same entry are called differently."""
-    entries = [other.entry for other in interfaces(manifest)]
-    if entries.count(interface.entry) == 1:
-        return interface.entry
+    """The title, and the formats where the others of the same title are called differently."""
+    titles = [other.title for other in interfaces(manifest)]
+    if titles.count(interface.title) == 1:
+        return interface.title
     formats = dict.fromkeys(program.format for program in interface.programs)
-    return f"{interface.entry} ({', '.join(formats)})"
+    return f"{interface.title} ({', '.join(formats)})"
 
 
 def _tensor(spec: TensorSpec) -> tuple[str, str, str, str]:
@@ -299,6 +348,7 @@ def _program_dict(manifest: Manifest, program: Program) -> dict[str, Any]:
     return {
         "entry": program.entry,
         "variant": program.variant,
+        "shards": program.shards,
         "format": program.format,
         "file": program.file,
         "bytes": manifest.files[program.file].bytes,
@@ -311,11 +361,12 @@ def _program_dict(manifest: Manifest, program: Program) -> dict[str, Any]:
     }
 
 
-def _interface_dict(interface: Interface) -> dict[str, Any]:
+def _interface_dict(manifest: Manifest, interface: Interface) -> dict[str, Any]:
     signature = interface.signature
     dims: tuple[Dim, ...] = signature.dims
     return {
         "entry": interface.entry,
+        "shards": interface.shards,
         "files": [program.file for program in interface.programs],
         "inputs": encode(signature.inputs),
         "outputs": encode(signature.outputs),
@@ -325,4 +376,8 @@ def _interface_dict(interface: Interface) -> dict[str, Any]:
             "bytes": signature.state_bytes,
             "tensors": [{**encode(state), "bytes": state.num_bytes} for state in signature.states],
         },
+        "collectives": [
+            {**encode(found), "bytes": found.num_bytes}
+            for found in collectives(manifest, interface.programs[0])
+        ],
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import torch
 
 from llama_artifacts.dtypes import BY_NAME
 from llama_artifacts.errors import BuildError, ChoiceError
-from llama_artifacts.manifest import FORMATS, WEIGHTS_NAME, Format, Quantized
+from llama_artifacts.manifest import (
+    FORMATS,
+    WEIGHTS_NAME,
+    Cut,
+    Format,
+    Quantized,
+    show_shards,
+)
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint.config import RopeConfig
 from llama_export.checkpoint.layout import coded_modules
@@ -28,6 +36,7 @@ from llama_export.pack import WeightsPlan, plan_weights
 from llama_export.presets import find as find_preset
 from llama_export.quantize import choose
 from llama_export.recipe import DEFAULT_MAX_SEQ, Recipe
+from llama_export.shards import cuts_of, part_of, shard
 from llama_runtime.weights import map_weights
 
 MIN_MAX_SEQ = 8
@@ -35,21 +44,24 @@ MIN_MAX_SEQ = 8
 
 @dataclass(frozen=True)
 class Draft:
-    """One program to build: an entry in a format, perhaps with fixed dimensions."""
+    """One program to build: an entry in a format, perhaps with fixed dimensions, for some processes."""
 
     spec: EntrySpec
     format: Format
     variant: Variant | None = None
+    shards: int = 1
 
     @property
     def stem(self) -> str:
-        """How the file's name begins."""
-        return self.spec.stem if self.variant is None else self.variant.stem(self.spec)
+        """How the file's name begins: `decode.2-shards`."""
+        stem = self.spec.stem if self.variant is None else self.variant.stem(self.spec)
+        return stem if self.shards == 1 else f"{stem}.{self.shards}-shards"
 
     @property
     def label(self) -> str:
-        """The entry and what is fixed, for people."""
-        return self.spec.name if self.variant is None else self.variant.label(self.spec)
+        """The entry, what is fixed and the number of processes, for people."""
+        label = self.spec.name if self.variant is None else self.variant.label(self.spec)
+        return show_shards(label, self.shards)
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,7 @@ class Blueprint:
         sizes: what the build fixes.
         drafts: the programs.
         plan: where the weights will be.
+        cuts: which of them programs of several processes bind in parts; empty where none is built.
         output: the folder to write.
         notes: remarks for people.
     """
@@ -71,6 +84,7 @@ class Blueprint:
     sizes: Sizes
     drafts: tuple[Draft, ...]
     plan: WeightsPlan
+    cuts: Mapping[str, Cut]
     output: Path
     notes: tuple[str, ...]
 
@@ -110,6 +124,8 @@ def draw(recipe: Recipe) -> Blueprint:
     sizes = _sizes(recipe, checkpoint)
     drafts = _drafts(recipe, specs, formats, sizes)
     output = _output(recipe, checkpoint)
+    for count in recipe.shards:
+        shard(sizes.config, count)
     for format in formats:
         with known_failures(format, output):
             backend(format).check(recipe.device, recipe.isa)
@@ -120,14 +136,16 @@ def draw(recipe: Recipe) -> Blueprint:
         in_place=recipe.weights in ("link", "reference"),
         quantized=quantized,
     )
+    cuts = _cuts(recipe, sizes, plan)
     notes = (
         f"rope: {describe_rope(checkpoint.config.rope)}",
         *checkpoint.notes,
         *_fp8_notes(recipe, checkpoint, fp8),
         *_quantize_notes(recipe, checkpoint),
         *_weights_notes(recipe, checkpoint),
+        *_shards_notes(recipe),
     )
-    return Blueprint(recipe, checkpoint, sizes, drafts, plan, output, notes)
+    return Blueprint(recipe, checkpoint, sizes, drafts, plan, cuts, output, notes)
 
 
 def _specs(recipe: Recipe) -> tuple[EntrySpec, ...]:
@@ -143,13 +161,28 @@ def _drafts(
     named = {spec.name: spec for spec in (spec.sized(sizes) for spec in specs)}
     variants = choose_variants(recipe.variants, tuple(named.values()), recipe.device)
     drafts = []
-    for spec in named.values():
-        drafts += [Draft(spec, format) for format in formats]
+    for count, spec in itertools.product(dict.fromkeys(recipe.shards), named.values()):
+        # ONNX has no operators between processes.
+        able = [format for format in formats if format != "onnx" or count == 1]
+        drafts += [Draft(spec, format, shards=count) for format in able]
         for variant in variants[spec.name]:
             spec.signature(sizes, variant.sizes)
-            wanted = formats if variant.formats is None else variant.formats
-            drafts += [Draft(spec, format, variant) for format in formats if format in wanted]
+            wanted = able if variant.formats is None else variant.formats
+            drafts += [Draft(spec, format, variant, count) for format in able if format in wanted]
     return tuple(drafts)
+
+
+def _cuts(recipe: Recipe, sizes: Sizes, plan: WeightsPlan) -> dict[str, Cut]:
+    """What processes bind in parts.
+
+    Raises:
+        BuildError: the weights do not divide.
+    """
+    counts = [count for count in recipe.shards if count > 1]
+    cuts = cuts_of(sizes.config, plan.tensors) if counts else {}
+    for count in counts:
+        part_of(plan.tensors, cuts, count)
+    return cuts
 
 
 def _formats(recipe: Recipe) -> tuple[Format, ...]:
@@ -157,12 +190,34 @@ def _formats(recipe: Recipe) -> tuple[Format, ...]:
         if name not in FORMATS:
             hint = f"known formats: {', '.join(FORMATS)}"
             raise BuildError(f"unknown format {shown(name)}", hint=hint)
+    _check_shards(recipe)
     if recipe.isa is not None and (recipe.device != "cpu" or "aoti" not in recipe.formats):
         raise BuildError(
             f"--isa {recipe.isa} is for aoti programs for the CPU, none of which is built",
             hint="leave --isa out, or add --format aoti",
         )
-    return tuple(dict.fromkeys(recipe.formats))
+    is_whole = 1 in recipe.shards
+    return tuple(name for name in dict.fromkeys(recipe.formats) if is_whole or name != "onnx")
+
+
+def _check_shards(recipe: Recipe) -> None:
+    for count in recipe.shards:
+        if count < 1:
+            raise BuildError(f"expected --shards of at least 1, got {count}")
+    if not recipe.shards:
+        raise BuildError("nothing to build", hint="name at least one --shards")
+    is_default = set(recipe.formats) == set(FORMATS)
+    if "onnx" in recipe.formats and not is_default and 1 not in recipe.shards:
+        raise ChoiceError(
+            f"ONNX has no operators between processes, got --shards {min(recipe.shards)}",
+            hint="leave --format onnx out, or add --shards 1",
+        )
+
+
+def _shards_notes(recipe: Recipe) -> Iterator[str]:
+    if "onnx" in recipe.formats and max(recipe.shards) > 1:
+        some = "for 1 shard alone" if 1 in recipe.shards else "not built"
+        yield f"ONNX has no operators between processes: onnx is {some}"
 
 
 def _check_numerics(recipe: Recipe, fp8: Collection[str]) -> None:

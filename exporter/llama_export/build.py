@@ -157,6 +157,7 @@ def _manifest(
         weights_headers=_headers(blueprint),
         referenced=_referenced(blueprint),
         quantized=blueprint.plan.quantized,
+        cuts=dict(blueprint.cuts),
     )
 
 

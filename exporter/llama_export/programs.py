@@ -14,6 +14,7 @@ from llama_export.checkpoint.layout import FP8, coded_modules
 from llama_export.lower.backend import Lowered, Place, backend
 from llama_export.lower.failures import known_failures
 from llama_export.model.rope import inverse_frequencies
+from llama_export.shards import part_of, shard
 from llama_export.trace import Job, torch_dtype
 
 
@@ -90,10 +91,21 @@ class Maker:
         lowering = backend(draft.format)
         dtype = lowering.compute_dtype(sizes.dtype, place)
         variant = {} if draft.variant is None else dict(draft.variant.sizes)
-        signature = draft.spec.signature(replace(sizes, dtype=dtype), variant)
-        form = lowering.formulation(torch_dtype(dtype), place)
-        tensors = self._blueprint.plan.tensors
-        return Job(sizes.config, draft.spec, draft.stem, signature, form, tensors)
+        own = replace(sizes, dtype=dtype).shard(draft.shards)
+        signature = draft.spec.signature(own, variant)
+        form = lowering.formulation(torch_dtype(dtype), place, draft.shards)
+        tensors, cuts = self._blueprint.plan.tensors, self._blueprint.cuts
+        if draft.shards == 1:
+            return Job(sizes.config, draft.spec, draft.stem, signature, form, tensors)
+        return Job(
+            shard(sizes.config, draft.shards),
+            draft.spec,
+            draft.stem,
+            signature,
+            form,
+            part_of(tensors, cuts, draft.shards),
+            frozenset(cuts),
+        )
 
     def _made(
         self,
@@ -115,6 +127,7 @@ class Maker:
             requires=lowered.requires,
             variant={} if draft.variant is None else dict(draft.variant.sizes),
             numerics=self._place.numerics if is_fp8 else None,
+            shards=draft.shards,
         )
         num_bytes = (self._place.folder / lowered.file).stat().st_size
         return Made(program, draft.label, seconds, num_bytes, is_cached)

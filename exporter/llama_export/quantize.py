@@ -16,9 +16,9 @@ from torch import Tensor
 
 from llama_artifacts.errors import ChoiceError
 from llama_artifacts.manifest import IntegerKind, Quantized
-from llama_export.checkpoint.layout import EIGHT_BITS, EMBEDDING, HEAD, PACKED, SCALE, Codes
+from llama_export.checkpoint.layout import BLOCK, EIGHT_BITS, EMBEDDING, HEAD, PACKED, SCALE, Codes
 from llama_export.checkpoint.source import TensorInfo
-from llama_export.model.integers import BLOCK, OFFSET, pack
+from llama_export.model.integers import OFFSET, pack
 
 SCALE_DTYPE = "bf16"
 DEFAULT_GROUP_SIZES: dict[IntegerKind, int | None] = {"int8": 64, "int4": 32}

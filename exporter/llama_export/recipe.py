@@ -44,6 +44,8 @@ class Recipe:
         quantize: round matrices to integers of eight or four bits; None: they stay as they are.
         group_size: how many values of a row share a scale then; None: 64 of
             eight bits, 32 of four.
+        shards: for how many processes to build programs that run together, each with its part of
+            the weights; every entry is built for each of the numbers.
         num_layers: use only so many of the checkpoint's first layers; None: all.
         jobs: processes that make programs at the same time; None: as many as cores and memory
             allow.
@@ -69,6 +71,7 @@ class Recipe:
     numerics: Numerics = "exact"
     quantize: IntegerKind | None = None
     group_size: GroupSize | None = None
+    shards: tuple[int, ...] = (1,)
     num_layers: int | None = None
     jobs: int | None = 1
     overwrites: bool = False

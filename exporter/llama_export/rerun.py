@@ -83,6 +83,7 @@ def choices(bundle: Bundle) -> dict[str, Any]:
         "isa": _only((p.target.isa for p in programs if p.target.isa), "ISAs", bundle),
         "numerics": _only((p.numerics for p in programs if p.numerics), "numerics", bundle),
         **_quantized(manifest.quantized),
+        "shards": _shards(bundle),
         "num_layers": manifest.model.num_layers,
         "weights": manifest.weights,
     }
@@ -112,6 +113,16 @@ def _dims(programs: Iterable[Program], name: str) -> Iterable[int]:
         yield from (dim.max for dim in program.signature.dims if dim.name == name)
 
 
+def _shards(bundle: Bundle) -> list[int] | None:
+    """For how many processes every entry is there; None for one alone, the default."""
+    manifest = bundle.manifest
+    counts = manifest.shard_counts()
+    built = {(program.entry, program.shards) for program in manifest.programs}
+    if len(built) < len(counts) * len(manifest.entries()):
+        raise _several("entries for several numbers of shards", bundle)
+    return None if counts == (1,) else list(counts)
+
+
 def _variants(bundle: Bundle) -> list[str] | None:
     """None for the defaults, which are in some formats only; else each, which is in all formats."""
     manifest = bundle.manifest
@@ -121,8 +132,9 @@ def _variants(bundle: Bundle) -> list[str] | None:
     labels = list(dict.fromkeys(program.label for program in built))
     for label in labels:
         entry = next(program.entry for program in built if program.label == label)
-        formats = {p.format for p in manifest.programs if p.entry == entry and not p.variant}
-        if {program.format for program in built if program.label == label} != formats:
+        general = [p for p in manifest.programs if p.entry == entry and not p.variant]
+        alike = [program for program in built if program.label == label]
+        if {(p.format, p.shards) for p in alike} != {(p.format, p.shards) for p in general}:
             raise _several(f"variant {shown(label)}, in some formats only", bundle)
     return labels or [NONE]
 
@@ -130,7 +142,7 @@ def _variants(bundle: Bundle) -> list[str] | None:
 def _is_default(manifest: Manifest) -> bool:
     general = [program for program in manifest.programs if not program.variant]
     expected = {
-        (program.entry, program.format, frozenset(variant.sizes.items()))
+        (program.entry, program.format, program.shards, frozenset(variant.sizes.items()))
         for program in general
         for variant in DEFAULTS
         if registry.find(program.entry).method == registry.find(variant.entry).method
@@ -138,7 +150,7 @@ def _is_default(manifest: Manifest) -> bool:
         and variant.device in (None, program.target.device)
     }
     found = {
-        (program.entry, program.format, frozenset(program.variant.items()))
+        (program.entry, program.format, program.shards, frozenset(program.variant.items()))
         for program in manifest.programs
         if program.variant
     }

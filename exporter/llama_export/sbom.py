@@ -149,7 +149,7 @@ def _files(bundle: Bundle, digest: str) -> Iterator[Component]:
             target = program.target
             place = (target.device, target.machine, target.isa, target.capability)
             facts |= {
-                "entry": program.label,
+                "entry": program.title,
                 "format": program.format,
                 "target": " ".join(part for part in place if part is not None),
             }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,7 +38,8 @@ _EXAMPLE_SIZES = (3, 5, 7, 11, 13, 2)
 class Job:
     """One program to make: which entry, how it is called, and how its mathematics is written.
 
-    `stem` is how its file's name begins.
+    `stem` is how its file's name begins. Of a program that several processes run together, network
+    and weights are those of one of them; `cuts` names the weights that are parts.
     """
 
     config: LlamaConfig
@@ -47,6 +48,7 @@ class Job:
     signature: Signature
     form: Formulation
     weights: Mapping[str, TensorInfo]
+    cuts: Collection[str] = ()
 
 
 def torch_dtype(name: str) -> torch.dtype:

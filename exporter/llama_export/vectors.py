@@ -17,6 +17,7 @@ import torch
 
 from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Manifest, Program, vectors_name
+from llama_artifacts.signature import StateSpec
 from llama_export.entries import registry
 from llama_export.laws.bench import is_generating, is_known, num_rows, random_sequences
 from llama_export.laws.calls import prepare
@@ -93,11 +94,14 @@ class _EagerProgram:
 
 
 def stand_in(program: Program, model: Llama) -> Entry:
-    """A program's entry in float32, checked at every call as the program itself is."""
+    """A program's entry in float32, checked at every call as the program itself is.
+
+    States are those of the whole network, also where the program is one of several processes'.
+    """
     signature = program.signature
     wide = replace(
         signature,
-        states=tuple(replace(spec, dtype="f32") for spec in signature.states),
+        states=tuple(_whole(spec, program.shards) for spec in signature.states),
         outputs=tuple(
             spec if spec.dtype == "i32" else replace(spec, dtype="f32")
             for spec in signature.outputs
@@ -105,6 +109,13 @@ def stand_in(program: Program, model: Llama) -> Entry:
     )
     eager = _EagerProgram(model, program.entry)
     return Entry(replace(program, signature=wide, dtype="f32"), eager, torch.device("cpu"))
+
+
+def _whole(spec: StateSpec, num_shards: int) -> StateSpec:
+    """A state in float32 with the heads of all processes."""
+    first, heads, *rest = spec.shape
+    assert isinstance(heads, int)
+    return replace(spec, dtype="f32", shape=(first, heads * num_shards, *rest))
 
 
 def _record(

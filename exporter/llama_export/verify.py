@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llama_artifacts.bundle import check_digest, open_bundle, rewrite_manifest
-from llama_artifacts.errors import IntegrityError, LlamaExportError, VerificationError
+from llama_artifacts.errors import IntegrityError, VerificationError
 from llama_artifacts.manifest import Check, Format, Manifest, Program, vectors_name
+from llama_export import ranks
+from llama_export.checks import CheckResult, Task, check, judge
 from llama_export.laws import parity, registry
 from llama_export.laws.bench import Bench, device_of, is_known, limit_of, runs_here
-from llama_export.laws.finding import Finding
 from llama_export.laws.oracle import Oracle
 from llama_export.laws.registry import Law
 from llama_export.report import Reporter
 from llama_runtime import vectors
 from llama_runtime.places import find_weights
 
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One law on one program: the figure found, the most it may be, and where it was found.
-
-    `entry` or `format` is empty where the law is about more than one.
-    """
-
-    law: str
-    entry: str
-    format: str
-    figure: float
-    limit: float
-    passed: bool
-    detail: str
-
-    @property
-    def place(self) -> str:
-        """What was checked, as `decode_paged/onnx pages`."""
-        program = "/".join(part for part in (self.entry, self.format) if part)
-        return f"{program} {self.law}".strip()
+__all__ = ("CheckResult", "check_against", "check_programs", "record", "verify")
 
 
 def verify(
@@ -145,11 +122,15 @@ def check_against(
         entries: only programs of these; None: all.
     """
     results: list[CheckResult] = []
-    for program in _chosen(bench.manifest, formats, entries):
-        if is_known(program) and runs_here(program):
+    programs = _chosen(bench.manifest, formats, entries)
+    if any(program.shards > 1 for program in programs):
+        reporter.note(f"programs of several shards: not held against {law}")
+    for program in programs:
+        if is_known(program) and runs_here(program) and program.shards == 1:
             with reporter.step(f"check {program.label} {program.format} {law}"):
-                check = partial(parity.against, bench, program, oracle)
-                results += _judge(law, program.label, program.format, check, limit_of(program))
+                find = partial(parity.against, bench, program, oracle)
+                found = judge(law, program.label, program.format, find, limit_of(program))
+                results += [] if found is None else [found]
     return results
 
 
@@ -165,14 +146,16 @@ def record(folder: Path, results: Sequence[CheckResult]) -> None:
     if failed is not None:
         raise VerificationError(failed.detail, where=failed.place, hint="nothing was recorded")
     bundle = open_bundle(folder)
-    checks = {(c.law, c.entry, c.format): c for c in bundle.manifest.checks}
-    checks |= {(c.law, c.entry, c.format): c for c in map(_as_check, results)}
+    known = (*bundle.manifest.checks, *map(_as_check, results))
+    checks = {(c.law, c.entry, c.format, c.shards): c for c in known}
     rewrite_manifest(bundle, replace(bundle.manifest, checks=tuple(checks.values())))
 
 
 def _as_check(result: CheckResult) -> Check:
     format: Any = result.format
-    return Check(result.law, result.entry, format, result.figure, result.limit)
+    return Check(
+        *(result.law, result.entry, format, result.figure, result.limit), shards=result.shards
+    )
 
 
 def _integrity(folder: Path, reporter: Reporter) -> CheckResult:
@@ -193,12 +176,14 @@ def _integrity(folder: Path, reporter: Reporter) -> CheckResult:
 def _vectors(
     bench: Bench, programs: Sequence[Program], reporter: Reporter
 ) -> Iterator[CheckResult]:
-    """Every program against the vectors that travel with it, without any model."""
+    """Every program of one shard against the vectors that travel with it, without any model."""
     if not any(vectors_name(program.entry) in bench.manifest.files for program in programs):
         raise VerificationError(
             "there are no test vectors", where=bench.folder, hint="build the bundle again"
         )
-    wanted = {(program.entry, program.format) for program in programs}
+    wanted = {(program.entry, program.format) for program in programs if program.shards == 1}
+    if any(program.shards > 1 for program in programs):
+        reporter.note("programs of several shards: not held against test vectors")
     for device in dict.fromkeys(map(device_of, programs)):
         with reporter.step(f"check vectors on {device}"):
             results = vectors.check(bench.folder, device=device, weights_dir=bench.weights_dir)
@@ -232,68 +217,85 @@ def _names(program: Program) -> set[str]:
 def _run(
     bench: Bench, laws: Sequence[Law], programs: Sequence[Program], reporter: Reporter
 ) -> Iterator[CheckResult]:
-    """The laws of the bundle, then those of each program, format by format, then across formats."""
+    """The laws of the bundle, then of programs for one process, then for each number of them."""
     for law in laws:
         if law.scope == "bundle":
             with reporter.step(f"check {law.name}"):
-                yield from _judge(law.name, "", "", partial(law.load(), bench), 0)
+                yield from _some(judge(law.name, "", "", partial(law.load(), bench), 0))
     runnable = [program for program in programs if _can_run(program, reporter)]
-    for format in dict.fromkeys(program.format for program in runnable):
-        for program in runnable:
-            if program.format == format:
-                yield from _check_program(bench, laws, program, reporter)
+    whole = [program for program in runnable if program.shards == 1]
+    yield from _check_whole(bench, laws, whole, reporter)
+    for num_shards in sorted({program.shards for program in runnable} - {1}):
+        sharded = [program for program in runnable if program.shards == num_shards]
+        tasks = _tasks([law for law in laws if law.takes_shards], sharded, whole)
+        yield from ranks.check(bench, num_shards, tasks, reporter)
+
+
+def _check_whole(
+    bench: Bench, laws: Sequence[Law], programs: Sequence[Program], reporter: Reporter
+) -> Iterator[CheckResult]:
+    """The laws of each program, format by format, then across formats."""
+    tasks = _tasks(laws, programs)
+    for format in dict.fromkeys(program.format for program in programs):
+        for program in programs:
+            own = [task for task in tasks if task.programs == (program,)]
+            if program.format == format and own:
+                with reporter.step(f"check {program.label} {format}"):
+                    for task in own:
+                        yield from _some(check(task, bench))
         bench.drop(format)
-    for law in laws:
-        if law.scope == "entry":
-            yield from _across_formats(bench, law, runnable, reporter)
+    for task in tasks:
+        if task.law.scope == "entry":
+            with reporter.step(f"check {task.title}"):
+                yield from _some(check(task, bench))
 
 
-def _check_program(
-    bench: Bench, laws: Sequence[Law], program: Program, reporter: Reporter
-) -> Iterator[CheckResult]:
-    applying = [law for law in laws if law.scope == "program" and law.applies(program.entry)]
-    if not applying:
-        return
-    with reporter.step(f"check {program.label} {program.format}"):
-        for law in applying:
-            yield from _judge(
-                law.name,
-                program.label,
-                program.format,
-                partial(law.load(), bench, program),
-                limit_of(program),
-            )
+def _tasks(
+    laws: Sequence[Law], programs: Sequence[Program], others: Sequence[Program] = ()
+) -> list[Task]:
+    """What is to be checked of programs, those of a format together, what compares them last.
+
+    Args:
+        laws: which ones.
+        programs: of one number of shards.
+        others: programs of one shard that they are held against.
+    """
+    single = [
+        Task(law, (program,))
+        for format in dict.fromkeys(program.format for program in programs)
+        for program in programs
+        for law in laws
+        if program.format == format and law.scope == "program" and law.applies(program.entry)
+    ]
+    alike = {
+        label: (*_reference(label, others, programs), *(p for p in programs if p.label == label))
+        for label in dict.fromkeys(program.label for program in programs)
+    }
+    return single + [
+        Task(law, together)
+        for law in laws
+        for together in alike.values()
+        if law.scope == "entry" and law.applies(together[-1].entry)
+    ]
 
 
-def _across_formats(
-    bench: Bench, law: Law, programs: Sequence[Program], reporter: Reporter
-) -> Iterator[CheckResult]:
-    for label in dict.fromkeys(program.label for program in programs):
-        alike = [program for program in programs if program.label == label]
-        if law.applies(alike[0].entry):
-            with reporter.step(f"check {label} {law.name}"):
-                yield from _judge(law.name, label, "", partial(law.load(), bench, alike), 0)
+def _reference(
+    label: str, others: Sequence[Program], programs: Sequence[Program]
+) -> tuple[Program, ...]:
+    """The program of one shard that those of several are held against; of a format of theirs."""
+    formats = {program.format for program in programs}
+    found = [other for other in others if other.label == label]
+    found.sort(key=lambda program: program.format not in formats)
+    return tuple(found[:1])
 
 
-def _judge(
-    law: str, entry: str, format: str, check: Callable[[], Finding | None], limit: float
-) -> Iterator[CheckResult]:
-    """The verdict on one check; nothing where the law says nothing of it."""
-    try:
-        found = check()
-    except Exception as cause:  # a wrong program may fail in any way, and every way is a verdict
-        _log.debug("%s/%s %s failed", entry, format, law, exc_info=cause)
-        if isinstance(cause, LlamaExportError):
-            reason = str(cause)
-        else:
-            reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
-        found = Finding(math.nan, limit, f"cannot be run: {reason:.300}")
-    if found is not None:
-        yield CheckResult(law, entry, format, found.figure, found.limit, found.passed, found.detail)
+def _some(result: CheckResult | None) -> Iterator[CheckResult]:
+    if result is not None:
+        yield result
 
 
 def _can_run(program: Program, reporter: Reporter) -> bool:
-    name = f"{program.label} {program.format}"
+    name = f"{program.title} {program.format}"
     if not is_known(program):
         reporter.note(
             f"{name}: an entry or a variant that this version does not know, not run here"

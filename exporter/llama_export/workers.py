@@ -10,10 +10,8 @@ ends the worker, with its traceback on stderr.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,14 +24,13 @@ from typing import BinaryIO
 from llama_artifacts.errors import BuildError, LlamaExportError
 from llama_export.blueprint import Blueprint, draw
 from llama_export.cache import ProgramCache
+from llama_export.processes import end_with
 from llama_export.programs import Made, Maker
 from llama_export.recipe import Recipe
 from llama_export.report import Reporter
 
 JOB_BYTES = 3 * 2**30
 """What one process is taken to need at most, compiler included."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def make_all(
@@ -169,12 +166,10 @@ def _worker(start: tuple[Recipe, Path, Path | None]) -> Iterator[_Worker]:
 
 
 def _work() -> None:
-    # A killed build leaves no process behind that goes on writing.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not answer
     parent, recipe, folder, cache_dir = pickle.load(questions)
-    if os.getppid() != parent:
+    if not end_with(parent):  # a killed build leaves nothing behind that goes on writing
         return
     maker = None
     for index in _numbers(questions):

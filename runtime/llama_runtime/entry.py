@@ -13,6 +13,7 @@ from llama_artifacts.manifest import Program as ProgramRecord
 from llama_artifacts.signature import Signature, check_values, resolve
 from llama_runtime.buckets import calls_of_padding
 from llama_runtime.cuda_graphs import GraphProgram
+from llama_runtime.mirror import Mirror
 from llama_runtime.programs.base import Program
 from llama_runtime.states import States, as_tensor, check_tensor, torch_dtype
 
@@ -85,7 +86,10 @@ class Entry:
         program: Program,
         device: torch.device,
         variants: Sequence[Variant] = (),
+        mirror: Mirror | None = None,
     ) -> None:
+        self._record = record
+        self._mirror = mirror
         self.name = record.entry
         self.format = record.format
         self.dtype = record.dtype
@@ -105,7 +109,10 @@ class Entry:
             InputError: a dimension is missing, unknown, or out of its range.
         """
         self._check_sizes(sizes)
-        return States.zeros(self.signature.states, self.device, sizes)
+        states = States.zeros(self.signature.states, self.device, sizes)
+        if self._mirror is not None and self.signature.states:
+            self._mirror.add(self._record, states)
+        return states
 
     def __call__(
         self, states: Mapping[str, torch.Tensor] | None = None, /, **inputs: Any
@@ -142,7 +149,8 @@ class Entry:
             InputError: the entry has no padding, such as `decode`, or a size is out of range.
         """
         calls = calls_of_padding(self.name, self.signature, largest)
-        if not isinstance(self._program, GraphProgram):
+        # Where several processes run it, the program is within the one that calls them.
+        if not isinstance(getattr(self._program, "program", self._program), GraphProgram):
             return 0
         for inputs in calls:
             self.run(states, inputs)

@@ -23,20 +23,21 @@ from llama_artifacts.manifest import (
     Program,
 )
 from llama_runtime import compat
+from llama_runtime.choice import choose
 from llama_runtime.cuda_graphs import CudaGraphs, graphs_for
+from llama_runtime.devices import find_device
 from llama_runtime.entry import Entry, Variant
 from llama_runtime.generate import Generation, TokenStream
+from llama_runtime.mirror import Mirror
 from llama_runtime.places import find_weights
 from llama_runtime.programs.base import Loading, load_program
 from llama_runtime.programs.base import Program as LoadedProgram
 from llama_runtime.sampling import SamplingParams
 from llama_runtime.session import Session
+from llama_runtime.shards import Group, check_shards, launch_hint
 from llama_runtime.tokenizer import Tokenizer
 from llama_runtime.trainable import TrainableEntry
 from llama_runtime.weights import bundle_weights
-
-# Fastest first; taken in this order where the caller names no format.
-_PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
 
 _TOKENIZER_FILES = (TOKENIZER_NAME, "tokenizer_config.json", CHAT_TEMPLATE_NAME)
 
@@ -53,6 +54,7 @@ def load(
     weights_dir: str | os.PathLike[str] | None = None,
     require_signature: str | os.PathLike[str] | None = None,
     cuda_graphs: bool | None = None,
+    group: Group | None = None,
 ) -> LoadedBundle:
     """Opens a bundle. Programs are loaded when they are first asked for.
 
@@ -70,6 +72,9 @@ def load(
             as it was signed. It is checked before anything of the bundle is mapped or loaded;
             `llama_artifacts.signing.open_signed` says what holds after that.
         cuda_graphs: see `llama_runtime.cuda_graphs.graphs_for`.
+        group: the processes that run programs together, of which this is one (see
+            `llama_runtime.shards.join`): those programs are loaded that are for so many. All of them
+            load, with the same arguments. None: this process runs programs by itself.
 
     Raises:
         SignatureError: the bundle is not signed so.
@@ -77,7 +82,8 @@ def load(
         IntegrityError: a file is missing or has another size than recorded. Digests of programs
             are checked when they are loaded, that of the weights by `llama-export verify`; weights
             that are elsewhere are checked here.
-        CompatibilityError: no such device, the bundle has no weights, or they cannot be had.
+        CompatibilityError: no such device, the bundle has no weights, or they cannot be had; it has
+            no programs for so many processes, or another bundle is loaded in another of them.
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"expected one of {', '.join(FORMATS)}, got `{format}`", where="format")
@@ -87,20 +93,24 @@ def load(
         bundle, _ = signing.open_signed(Path(path), signing.PublicKey(Path(require_signature)))
     # Programs are opened later, perhaps from another working folder.
     bundle = replace(bundle, folder=bundle.folder.absolute())
-    place = _device(device)
+    place = find_device(device, group)
     places = find_weights(bundle, weights_dir=None if weights_dir is None else Path(weights_dir))
     if threads is not None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise InputError(f"expected at least 1, got {threads!r}", where="threads")
         torch.set_num_threads(threads)
     graphs = graphs_for(place, cuda_graphs)
-    return LoadedBundle(bundle, places, place, format, threads, allow_native, graphs)
+    check_shards(bundle, group)
+    return LoadedBundle(bundle, places, place, format, threads, allow_native, graphs, group)
 
 
 class LoadedBundle:
     """A bundle on a device. Entries and sessions made from it share one copy of the weights.
 
     Safe to ask for entries from several threads; what it gives out is not safe to share.
+
+    Attributes:
+        mirror: runs calls in other processes, too; set before the first entry is asked for.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class LoadedBundle:
         threads: int | None,
         allow_native: bool,
         graphs: CudaGraphs | None = None,
+        group: Group | None = None,
     ) -> None:
         self._bundle = bundle
         self._places = places
@@ -120,6 +131,10 @@ class LoadedBundle:
         self._threads = threads
         self._allow_native = allow_native
         self._graphs = graphs
+        self.mirror: Mirror | None = None
+        self._group = group
+        num_shards = 1 if group is None else group.size
+        self._programs = tuple(p for p in bundle.manifest.programs if p.shards == num_shards)
         self._entries: dict[str, Entry] = {}
         self._weights: dict[str, torch.Tensor] | None = None
         self._lock = threading.RLock()
@@ -130,16 +145,34 @@ class LoadedBundle:
         return self._bundle.manifest
 
     @property
+    def device(self) -> torch.device:
+        """Where its programs run."""
+        return self._device
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Those of the manifest's programs that are for as many processes as run it here."""
+        return self._programs
+
+    @property
+    def group(self) -> Group | None:
+        """The processes that run programs together; None: this one alone."""
+        return self._group
+
+    @property
     def folder(self) -> Path:
         """The bundle's folder."""
         return self._bundle.folder
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every weight by name, on the device; on the CPU a read-only use of the mapped files."""
+        """Every weight by name, on the device; on the CPU a read-only use of the mapped files.
+
+        In a group those that are cut are this process's parts.
+        """
         with self._lock:
             if self._weights is None:
-                weights = bundle_weights(self.manifest, self._places)
+                weights = bundle_weights(self.manifest, self._places, self._group)
                 if self._device.type != "cpu":
                     weights = {name: tensor.to(self._device) for name, tensor in weights.items()}
                 self._weights = weights
@@ -178,17 +211,18 @@ class LoadedBundle:
                 program = self._choose(name, self._format)
                 variants = [
                     Variant(other.variant, partial(self._load, other))
-                    for other in self.manifest.programs
+                    for other in self._programs
                     if other.variant and _is_alike(other, program) and self._fits(other)
                 ]
                 loaded = self._load(program)
-                self._entries[name] = Entry(program, loaded, self._device, variants)
+                self._entries[name] = Entry(program, loaded, self._device, variants, self.mirror)
             return self._entries[name]
 
     def trainable(self, name: str) -> TrainableEntry:
         """A module that computes an entry without states, such as `loss_packed`, with gradients.
 
-        Each one has parameters of its own: copies of the weights, under the checkpoint's names.
+        Each one has parameters of its own: copies of the weights, under the checkpoint's names. In a
+        group they are copies of this process's parts, and gradients those of the parts.
 
         Raises:
             InputError: the bundle has no such entry.
@@ -196,7 +230,13 @@ class LoadedBundle:
                 bundle is loaded in another; it has states; its weights have eight bits.
             IntegrityError: the program's file is damaged.
         """
-        formats = [program.format for program in self.manifest.programs if program.entry == name]
+        if self.mirror is not None:
+            raise CompatibilityError(
+                f"`{name}` has no gradients where one process leads others",
+                where=self.folder,
+                hint="train with programs of one shard",
+            )
+        formats = [program.format for program in self._programs if program.entry == name]
         found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
         if found not in ("pt2", None):
             raise CompatibilityError(
@@ -207,7 +247,7 @@ class LoadedBundle:
                 else f"build it with --entry {name} --format pt2",
             )
         with self._lock:
-            return TrainableEntry(self._loading(self._choose(name, "pt2")))
+            return TrainableEntry(self._loading(self._choose(name, "pt2")), self.manifest.cuts)
 
     def open(self, program: Program) -> Entry:
         """One program of the manifest as a callable, and no other, whatever call it gets.
@@ -216,12 +256,27 @@ class LoadedBundle:
             CompatibilityError: it does not fit the machine.
             IntegrityError: its file is damaged.
         """
+        if program not in self._programs:
+            message = f"`{program.label}` is run by {program.shards} processes together"
+            raise CompatibilityError(message, where=self.folder, hint=launch_hint(program.shards))
         compat.check(program, device=str(self._device), allow_native=self._allow_native)
         with self._lock:
-            return Entry(program, self._load(program), self._device)
+            return Entry(program, self._load(program), self._device, mirror=self.mirror)
+
+    def load_program(self, record: Program) -> LoadedProgram:
+        """One program of the manifest in this process alone; it trusts whoever runs it.
+
+        Raises:
+            CompatibilityError: it does not fit the machine.
+            IntegrityError: its file is damaged.
+        """
+        compat.check(record, device=str(self._device), allow_native=self._allow_native)
+        with self._lock:
+            return (self._graphs.load if self._graphs else load_program)(self._loading(record))
 
     def _load(self, record: Program) -> LoadedProgram:
-        return (self._graphs.load if self._graphs else load_program)(self._loading(record))
+        load = partial(self.load_program, record)
+        return load() if self.mirror is None else self.mirror.load(record, load)
 
     def _loading(self, program: Program) -> Loading:
         """What the program is loaded with, its digest checked."""
@@ -336,32 +391,7 @@ class LoadedBundle:
         return self.tokenizer.encode_chat(messages)
 
     def _choose(self, name: str, format: Format | None) -> Program:
-        general = [program for program in self.manifest.programs if not program.variant]
-        programs = [program for program in general if program.entry == name]
-        if not programs:
-            programs = [program for program in general if program.entry.startswith(f"{name}<")]
-        if len({program.entry for program in programs}) > 1:
-            raise InputError(
-                f"the bundle has several entries `{name}`",
-                where=self.folder,
-                hint=f"say which: {', '.join(dict.fromkeys(p.entry for p in programs))}",
-            )
-        if not programs:
-            raise InputError(
-                f"the bundle has no entry `{name}`",
-                where=self.folder,
-                hint=f"it has {', '.join(self.manifest.entries())}",
-            )
-        wanted = [p for p in programs if format in (None, p.format)]
-        if not wanted:
-            raise CompatibilityError(
-                f"`{name}` is not there in format {format}",
-                where=self.folder,
-                hint=f"it is there in {', '.join(p.format for p in programs)}",
-            )
-        wanted.sort(key=lambda program: _PREFERENCE.index(program.format))
-        fitting = [program for program in wanted if self._fits(program)]
-        chosen = (fitting or wanted)[0]
+        chosen = choose(self._programs, name, format, fits=self._fits, where=self.folder)
         compat.check(chosen, device=str(self._device), allow_native=self._allow_native)
         return chosen
 
@@ -374,23 +404,3 @@ def _is_alike(variant: Program, program: Program) -> bool:
         program.dtype,
         program.target,
     )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(str(name))
-    except RuntimeError as cause:
-        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device") from cause
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise CompatibilityError(
-                "no CUDA device is here",
-                hint="load with device cpu, or install a CUDA build of torch",
-            )
-        index, count = device.index or 0, torch.cuda.device_count()
-        if index >= count:
-            raise CompatibilityError(f"no device `{name}`: this machine has {count} CUDA device(s)")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device")
-    return torch.device("cpu")

@@ -127,10 +127,11 @@ class Session:
         The file, safetensors, is written whole or not at all; one that is there is replaced.
 
         Raises:
-            SessionError: nothing was fed yet, an earlier call failed, or the file cannot be
-                written.
+            SessionError: nothing was fed yet, an earlier call failed, the file cannot be written,
+                or several processes run the programs together.
         """
         self._check_whole()
+        snapshot.check_alone(self._bundle.group, self._bundle.folder)
         if self.position == 0:
             raise SessionError("expected a session with tokens, got none", hint="feed some first")
         used = {name: t[:, :, : self.position].cpu() for name, t in self._states.items()}
@@ -147,7 +148,9 @@ class Session:
             IntegrityError: the file is no snapshot, or a damaged one.
             CompatibilityError: it was saved with other weights, another dtype or batch, or is
                 longer than the capacity.
+            SessionError: several processes run the programs together.
         """
+        snapshot.check_alone(self._bundle.group, self._bundle.folder)
         found = snapshot.read(
             Path(path),
             self._digest(),

@@ -31,6 +31,7 @@ from llama_artifacts.manifest import Manifest
 from llama_artifacts.safetensors import read_header
 from llama_artifacts.signature import Signature, TensorSpec, check_values, show
 from llama_artifacts.strict_json import printable
+from llama_runtime.shards import Group
 from llama_runtime.states import torch_dtype
 from llama_runtime.weights import map_weights
 
@@ -66,6 +67,20 @@ def bundle_digest(manifest: Manifest, signature: Signature) -> str:
     weights = {name: files[name].sha256 for name in manifest.weights_headers}
     content = json.dumps([weights, model, states, numerics], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def check_alone(group: Group | None, folder: Path) -> None:
+    """Refuses to save or restore where several processes have a part of the states each.
+
+    Raises:
+        SessionError: there are several.
+    """
+    if group is not None and group.size > 1:
+        raise SessionError(
+            f"states of {group.size} processes cannot be saved or restored: each has a part of them",
+            where=folder,
+            hint="run it in one process, with programs of one shard",
+        )
 
 
 def write(path: Path, snapshot: Snapshot, digest: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from llama_artifacts.dtypes import BY_TORCH, from_name
 from llama_artifacts.errors import InputError
 from llama_artifacts.signature import StateSpec, resolve, show
+from llama_runtime.mirror import Mirror
 
 LARGE_BYTES = 4 * 2**20
 """States of so many bytes lie in large pages of memory."""
@@ -26,6 +27,9 @@ class States(Mapping[str, torch.Tensor]):
 
     The mapping cannot be changed, the tensors' contents can. Programs whose declared states are
     equal may share one set. Not safe for two calls at the same time.
+
+    Attributes:
+        mirror: keeps other processes' states as these are; None where there are no others.
 
     Raises:
         InputError: a state is missing, unknown, not what its spec declares, or shares memory with
@@ -51,6 +55,7 @@ class States(Mapping[str, torch.Tensor]):
         self.specs = specs
         self.sizes = sizes
         self.device = device
+        self.mirror: Mirror | None = None
         self._tensors = {spec.name: tensors[spec.name] for spec in specs}
 
     @classmethod
@@ -73,8 +78,18 @@ class States(Mapping[str, torch.Tensor]):
 
     def zero_(self) -> None:
         """Sets every state to zero, in place."""
+        if self.mirror is not None:
+            self.mirror.zero(self.tensors())
         for tensor in self._tensors.values():
             tensor.zero_()
+
+    def clear_(self, axis: int, places: Sequence[int]) -> None:
+        """Sets some places of an axis, such as pages of a pool, to zero in every state."""
+        if self.mirror is not None:
+            self.mirror.clear(self.tensors(), axis, places)
+        index = torch.tensor(places, device=self.device)
+        for tensor in self._tensors.values():
+            tensor.index_fill_(axis, index, 0)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

@@ -89,7 +89,7 @@ def check(
     formats: Sequence[Format] | None = None,
     weights_dir: Path | None = None,
 ) -> tuple[VectorResult, ...]:
-    """Runs every program that fits the device and has vectors; not its variants.
+    """Runs every program of one shard that fits the device and has vectors; not its variants.
 
     Raises:
         ManifestError, IntegrityError: the bundle or a file of vectors is damaged.
@@ -98,7 +98,8 @@ def check(
     bundle = load(folder, device=device, weights_dir=weights_dir)
     results = []
     for program in bundle.manifest.programs:
-        is_wanted = (formats is None or program.format in formats) and not program.variant
+        is_general = not program.variant and program.shards == 1
+        is_wanted = (formats is None or program.format in formats) and is_general
         has_vectors = vectors_name(program.entry) in bundle.manifest.files
         if is_wanted and has_vectors and compat.fits(program, device=device, allow_native=True):
             results.append(_check_program(bundle, program))

@@ -118,12 +118,12 @@ def test_another_major_version_is_refused_before_anything_else(schema: str) -> N
 
 def test_a_newer_minor_version_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     value = sample_value() | {"schema": "1.7", "novelty": {}}
-    value["programs"][1]["shards"] = 2
+    value["programs"][1]["weather"] = 2
     manifest = from_json(json.dumps(value).encode(), where=WHERE)
     assert manifest == sample_manifest(schema="1.7")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    expected = "bundle format 1.7 is newer than 1.0; ignored keys: novelty, programs[1].shards"
+    expected = "bundle format 1.7 is newer than 1.0; ignored keys: novelty, programs[1].weather"
     assert record.getMessage() == f"{WHERE}: {expected}"
 
 

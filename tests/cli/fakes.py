@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import llama_runtime
+
 
 def install(monkeypatch: pytest.MonkeyPatch, module: str, **attributes: Any) -> None:
     fake = ModuleType(module)
@@ -47,12 +49,13 @@ class FakeStream:
 
 
 class FakeRuntime:
-    """Takes the place of `llama_runtime` and records how it was called."""
+    """Takes the place of `llama_runtime.load` and records how it was called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stream: FakeStream) -> None:
         self.calls: dict[str, dict[str, Any]] = {}
+        self.group, self.folder = None, Path("b")
         self.stream = stream
-        install(monkeypatch, "llama_runtime", load=self.load)
+        monkeypatch.setattr(llama_runtime, "load", self.load)
 
     def load(self, path: Any, **settings: Any) -> FakeRuntime:
         self.calls["load"] = {"path": path, **settings}

@@ -81,10 +81,10 @@ FILES = {
 }
 
 
-def write_bundle(folder: Path, **changes: Any) -> Path:
+def write_bundle(folder: Path, files: dict[str, bytes] = FILES, **changes: Any) -> Path:
     """Writes the bundle, with some fields of its manifest changed."""
     with staging(folder) as stage:
-        for name, data in FILES.items():
+        for name, data in files.items():
             (stage / name).write_bytes(data)
         manifest = Manifest(
             schema="1.0",
@@ -101,7 +101,7 @@ def write_bundle(folder: Path, **changes: Any) -> Path:
             toolchain={"torch": "2.13.0", "llama-export": "0.1.0"},
             programs=PROGRAMS,
             checks=(Check("parity", "decode", "pt2", 1.25e-6, 2e-4),),
-            files={name: describe(stage / name) for name in FILES},
+            files={name: describe(stage / name) for name in files},
             weights_headers={"weights.safetensors": "0" * 64},
         )
         manifest = dataclasses.replace(manifest, **changes)

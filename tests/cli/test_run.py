@@ -92,7 +92,7 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(text: str) -> None:
         shown.append(f"{text!r} after {len(stream.tokens)}")
 
-    monkeypatch.setattr("llama_export.cli.output.write", write)
+    monkeypatch.setattr("llama_runtime.cli.output.write", write)
     assert invoke("run", "b", "-p", "x").exit_code == 0
     assert shown == ["'a' after 1", "'b' after 2", "'\\n' after 2"]
 

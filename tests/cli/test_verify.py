@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Check:
     limit: float
     passed: bool
     detail: str = ""
+    shards: int = 1
 
     @property
     def place(self) -> str:
@@ -48,6 +49,15 @@ def install(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> list[Any]:
 
     fakes.install(monkeypatch, "llama_export.verify", verify=verify, record=record)
     return calls
+
+
+def test_programs_of_several_shards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, GOOD, replace(GOOD, shards=2))
+    result = invoke("verify", "a bundle")
+    entries = [line.split("  ")[1].strip() for line in result.stdout.splitlines()[1:3]]
+    assert entries == ["decode", "decode of 2 shards"]
+    checks = json.loads(invoke("verify", "a bundle", "--json").stdout)["checks"]
+    assert [check["shards"] for check in checks] == [1, 2]
 
 
 def test_a_figure_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:

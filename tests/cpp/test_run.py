@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import llama_runtime
+from llama_artifacts.manifest import Cut
 from llama_runtime.sampling import Sampler, SamplingParams
 from tests.cpp.building import configure, output_of
+from tests.runtime.loading import copied, rewrite_programs
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +124,17 @@ def test_failures_are_one_line_and_a_hint(
     text = output_of(build_folder / "llama-run", tiny_bundle, *options, status=1)
     assert line in text
     assert [part.split(":")[0] for part in text.splitlines()] == ["error", "hint"]
+
+
+def test_programs_of_several_processes_are_refused_by_name(
+    build_folder: Path, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """Nothing of them is opened: these are whole, and only declared to be parts."""
+    bundle = copied(tiny_bundle, tmp_path / "b", cuts={"none": Cut("x", "rows")})
+    rewrite_programs(bundle, lambda program: dataclasses.replace(program, shards=2))
+    text = output_of(build_folder / "llama-run", bundle, "--tokens", "1", status=1)
+    assert ".pt2: needs 2 processes with torch.distributed, which this runtime lacks" in text
+    assert "hint: run it with torchrun --standalone --nproc-per-node 2 -m llama_runtime" in text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from llama_export.footprint.figures import Forecast
 from llama_export.footprint.forecast import Planned, Question, forecast, open_subject
 from llama_export.footprint.network import from_model
 from llama_export.footprint.search import largest_fit
-from llama_export.footprint.shards import shard
+from llama_export.shards import shard
 from tests.bundles import sample_program, write_sample
 from tests.footprint.jobs import tiny_network
 from tests.tiny import write_tiny
@@ -97,11 +97,29 @@ def test_shards_divide_heads_widths_and_vocabulary() -> None:
     assert quarter.tensors["model.layers.0.self_attn.o_proj.weight"].shape == (4096, 1024)
     assert quarter.tensors["model.layers.0.mlp.down_proj.weight"].shape == (4096, 3584)
     assert quarter.tensors["lm_head.weight"].shape == (32064, 4096)
-    norms = 65 * 4096 * BYTES + 64 * 4
-    assert whole.weights_bytes - norms == 4 * (quarter.weights_bytes - norms)
+    assert quarter.tensors["model.embed_tokens.weight"].shape == (128256, 4096)
+    undivided = (65 + 128256) * 4096 * BYTES + 64 * 4  # norms, embedding, frequencies
+    assert whole.weights_bytes - undivided == 4 * (quarter.weights_bytes - undivided)
     found = forecast(planned("llama-3.1-8b-instruct", "decode", shards=4), Asked(4, 8192))
     assert sizes(found)["states"] == 32 * 2 * 4 * 2 * 8192 * 128 * BYTES
     assert any("communication" in text for text in found.unknown)
+
+
+def test_rows_of_a_tied_head_take_no_memory_of_their_own() -> None:
+    whole = tiny_network(tie_word_embeddings=True)
+    half = whole.shard(2)
+    assert half.tensors["lm_head.weight"].shape == (64, 64)
+    undivided = 4 * (128 * 64 + 5 * 64 + 8)  # embedding, norms, frequencies; of f32
+    assert 2 * (half.weights_bytes - undivided) == whole.weights_bytes - undivided
+
+
+def test_every_process_has_the_whole_logits() -> None:
+    subject = open_subject("smollm2-1.7b", Question("next_token", shards=4))
+    call = subject.call(Asked(32, 8))
+    assert call.signature.outputs[0].shape == ("B", 49152)
+    assert subject.activations is not None
+    # Gathered, then put side by side.
+    assert subject.activations.peak(call) >= 2 * 32 * 49152 * BYTES
 
 
 def test_shards_that_do_not_divide_are_refused_with_the_numbers() -> None:

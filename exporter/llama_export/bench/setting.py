@@ -135,7 +135,7 @@ def make_setting(
 def _step(bundle: Bundle, name: WorkloadName) -> Program:
     entry = _STEP.get(name, "decode")
     for program in bundle.manifest.programs:
-        if program.entry == entry and not program.variant:
+        if program.entry == entry and not program.variant and program.shards == 1:
             return program
     raise CompatibilityError(
         f"expected the entry `{entry}` for the workload {name}, the bundle has none",

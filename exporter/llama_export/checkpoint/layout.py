@@ -23,6 +23,8 @@ EIGHT_BITS = "i8"
 """The dtype of codes of eight bits."""
 PACKED = "u8"
 """The dtype of codes of four bits, two a byte."""
+BLOCK = 32
+"""Codes of four bits that lie together: values of one block cannot be parted."""
 MAX_LISTED = 3
 
 T = TypeVar("T")

@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from llama_artifacts.places import CACHE_VARIABLE
-from llama_export.cli import errors, output, signals
+from llama_export.cli import output
 from llama_export.cli.options import CONTEXT, write_examples
+from llama_runtime.cli import errors, signals
 
 PROGRAM = "llama-export"
 

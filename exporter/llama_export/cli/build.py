@@ -109,6 +109,17 @@ class BuildCommand(Command):
 )
 @group_size_option(group=PROGRAMS)
 @option(
+    "--shards",
+    group=PROGRAMS,
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1,),
+    metavar="N",
+    help="Build programs that N processes run together, each with its part of the weights and states"
+    " (torchrun -m llama_runtime); repeat it for several numbers. The bundle's weights are the same"
+    " for all of them. Not in onnx.",
+)
+@option(
     "--num-layers",
     group=PROGRAMS,
     type=click.IntRange(min=1),

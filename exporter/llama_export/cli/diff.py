@@ -10,8 +10,9 @@ import click
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.codec import encode
 from llama_artifacts.diff import Change, compare
-from llama_export.cli import errors, output
+from llama_export.cli import output
 from llama_export.cli.options import Command, json_option
+from llama_runtime.cli import errors
 
 EXAMPLES = (
     ("What is new in a release:", "llama-export diff smollm2-135m-v1 smollm2-135m-v2"),

@@ -30,7 +30,9 @@ def command(*, bundle: Path, as_json: bool) -> None:
 
     Shows where the model came from, its sizes, the programs, how each entry is called (inputs with
     the values they may hold, outputs, dynamic dimensions with their ranges), the states and their
-    bytes, the versions that built it, and the checks it passed.
+    bytes, the versions that built it, and the checks it passed. Of programs that several processes
+    run together (shards), states are those of one process, and it shows the bytes of weights that
+    each binds and the collectives of one call.
 
     It reads the manifest and compares the sizes of the files; nothing is loaded or run.
     """

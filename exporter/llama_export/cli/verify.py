@@ -11,9 +11,9 @@ import click
 from llama_artifacts import integrity
 from llama_artifacts.codec import encode
 from llama_artifacts.errors import LlamaExportError, VerificationError
-from llama_artifacts.manifest import Format
+from llama_artifacts.manifest import Format, show_shards
 from llama_artifacts.summary import show_bytes
-from llama_export.cli import errors, output, signatures
+from llama_export.cli import output, signatures
 from llama_export.cli.options import (
     OPTIONS,
     Command,
@@ -25,6 +25,7 @@ from llama_export.cli.options import (
     weights_dir_option,
 )
 from llama_export.laws.registry import LAWS, NAMES
+from llama_runtime.cli import errors
 
 if TYPE_CHECKING:
     from llama_export.report import Reporter
@@ -132,8 +133,10 @@ def command(
 
     Runs every program and checks its laws, each with a figure and the most it may be: that it
     agrees with the plain model in float32 (parity), that a token changes nothing before it
-    (causal), that a prompt in chunks equals the prompt whole (chunks), and so on. With --signature
-    nothing is run: the signature and every file are checked.
+    (causal), that a prompt in chunks equals the prompt whole (chunks), and so on. Programs of
+    several shards are run by as many processes, started here, under parity, room, chain, scratch
+    and formats, which also compares them with the program of one. With --signature nothing is run:
+    the signature and every file are checked.
 
     The exit status is 1 if any check fails.
     """
@@ -258,7 +261,7 @@ def _show(results: Sequence[CheckResult]) -> None:
     rows = [
         (
             result.law,
-            result.entry,
+            show_shards(result.entry, result.shards),
             result.format,
             f"{result.figure:.3g}",
             f"{result.limit:.3g}",

@@ -66,6 +66,11 @@ class Sizes:
     steps: int | None = None
     max_new: int | None = None
 
+    def shard(self, num_shards: int) -> Sizes:
+        """The sizes of one of several processes, whose states hold its own heads."""
+        heads = self.config.num_kv_heads // num_shards
+        return replace(self, config=replace(self.config, num_kv_heads=heads))
+
     def named(self) -> dict[str, int]:
         """The fixed sizes by the names that declarations use."""
         return {

@@ -25,6 +25,7 @@ from llama_export.footprint.fused import Schedule, schedule
 from llama_export.footprint.liveness import ProgramGraph
 from llama_export.footprint.network import Network
 from llama_export.lower.backend import Place, backend
+from llama_export.lower.processes import processes
 from llama_export.model.formulation import Formulation
 from llama_export.model.fp8 import MAX_FUSED_ROWS
 from llama_export.trace import Job, torch_dtype, trace
@@ -82,11 +83,11 @@ class Kind:
         """Whether it can be compiled here as far as its schedule."""
         return self.format == "aoti" and self.device == "cpu"
 
-    def formulation(self, dtype: str) -> Formulation:
+    def formulation(self, dtype: str, num_shards: int = 1) -> Formulation:
         """How the model is written for it."""
         place = Place(self.device, None, Path(), None, torch.empty(0), {}, self.numerics)
         like: Format = "aoti" if self.is_native else "pt2"
-        return backend(like).formulation(torch_dtype(dtype), place)
+        return backend(like).formulation(torch_dtype(dtype), place, num_shards)
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Saved:
     def _graph(self) -> ProgramGraph:
         check_digest(self.bundle, self.record.file)
         path = self.bundle.path(self.record.file)
-        archive = read_archive(path)
+        archive = read_archive(path, is_sharded=self.record.shards > 1)
         try:
             program = torch.export.load(archive)
         except Exception as cause:  # whatever a malformed graph makes of torch's deserializer
@@ -170,7 +171,7 @@ class Compiled:
 
     def _schedule(self, num_layers: int, rows: int) -> Schedule:
         job = _job(self.network, self.spec, self.kind, num_layers, rows=rows)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), processes(job.form):
             warnings.simplefilter("ignore")
             return schedule(trace(job), job.signature)
 
@@ -178,9 +179,9 @@ class Compiled:
 def _job(network: Network, spec: EntrySpec, kind: Kind, num_layers: int, *, rows: int = 0) -> Job:
     """What is traced: all sizes open, but for the rows where they are given."""
     few = network.first_layers(num_layers)
-    form = kind.formulation(few.dtype)
+    form = kind.formulation(few.dtype, few.shards)
     length = max(_OPEN_LENGTH, 2 * max(spec.counts.values(), default=0))
-    sizes = Sizes(few.config, rows or _OPEN_ROWS, length, few.dtype, page_len=kind.page_len)
+    sizes = Sizes(few.called_as, rows or _OPEN_ROWS, length, few.dtype, page_len=kind.page_len)
     # A loop that starts at a position that was read has no size that depends on the capacity.
     has_length = not (spec.counts and form.reads_positions)
     signature = open_signature(spec, sizes, has_batch=not rows, has_length=has_length)

@@ -134,7 +134,7 @@ class Planned:
         return _followed(self.network, self.spec, self.kind)
 
     def call(self, asked: Asked) -> Call:
-        config = self.network.config
+        config = self.network.called_as
         if not MIN_LENGTH <= asked.seq_len <= config.max_position:
             raise BuildError(
                 f"expected --seq-len from {MIN_LENGTH} to the model's {config.max_position:,}, "
@@ -164,7 +164,7 @@ class Built:
 
     @cached_property
     def activations(self) -> Activations | None:
-        if self.kind.format == "pt2" and self.shards == 1:
+        if self.kind.format == "pt2" and self.shards == self.record.shards:
             return Saved(self.bundle, self.record)
         return _followed(self.network, self.spec, self.kind)
 
@@ -257,7 +257,8 @@ def _open_program(bundle: Bundle, question: Question) -> Built:
         has_one_row=any(
             other.variant == {"Rows": 1}
             for other in bundle.manifest.programs
-            if (other.entry, other.format) == (record.entry, record.format)
+            if (other.entry, other.format, other.shards)
+            == (record.entry, record.format, record.shards)
         ),
     )
     if question.shards > 1:
@@ -266,15 +267,24 @@ def _open_program(bundle: Bundle, question: Question) -> Built:
 
 
 def _choose(bundle: Bundle, question: Question) -> ProgramRecord:
-    """The general program that is meant."""
-    general = [program for program in bundle.manifest.programs if not program.variant]
+    """The general program that is meant: of so many shards, or of one as if it were."""
+    manifest = bundle.manifest
+    count = question.shards if question.shards in manifest.shard_counts() else 1
+    general = [p for p in manifest.programs if not p.variant and p.shards == count]
+    if not general:
+        there = " or ".join(map(str, manifest.shard_counts()))
+        raise InputError(
+            f"expected {there} shards, of which the bundle's programs are, got {question.shards}",
+            where=bundle.folder,
+            hint="ask with --shards",
+        )
     name = question.entry
     found = [p for p in general if name in (p.entry, p.entry.partition("<")[0])]
     if not found:
         raise InputError(
             f"the bundle has no entry `{name}`",
             where=bundle.folder,
-            hint=f"it has {', '.join(bundle.manifest.entries())}",
+            hint=f"it has {', '.join(manifest.entries())}",
         )
     fitting = [
         p

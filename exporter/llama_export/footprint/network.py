@@ -33,16 +33,17 @@ from llama_export.checkpoint.layout import (
     Codes,
     coded_modules,
     expected_tensors,
+    first_layers,
     linear_shapes,
     matrix_shapes,
 )
 from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.footprint.figures import Basis
-from llama_export.footprint.shards import shard
 from llama_export.model.llama import INV_FREQ
 from llama_export.pack import plan_weights
 from llama_export.quantize import choose, quantized_tensors
+from llama_export.shards import cuts_of, part_of, shard
 
 DEFAULT_DTYPE = "bf16"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -59,6 +60,9 @@ class Network:
         tensors: dtype and shape of every weight, by name.
         weights_basis: how sure the dtypes are.
         weights_how: where they come from, in a few words.
+        shards: how many processes share it; `config` and `tensors` are those of one of them, the
+            embedding being whole.
+        rows: names of tensors that lie within another one, and take no memory of their own.
     """
 
     name: str
@@ -67,18 +71,27 @@ class Network:
     tensors: Mapping[str, TensorInfo]
     weights_basis: Basis
     weights_how: str
+    shards: int = 1
+    rows: frozenset[str] = frozenset()
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(
             math.prod(info.shape) * from_name(info.dtype).num_bytes
-            for info in self.tensors.values()
+            for name, info in self.tensors.items()
+            if name not in self.rows
         )
+
+    @property
+    def called_as(self) -> LlamaConfig:
+        """The configuration by which a program is called: its own heads, the whole vocabulary."""
+        return replace(self.config, vocab_size=self.config.vocab_size * self.shards)
 
     def first_layers(self, num_layers: int) -> Network:
         """The network with fewer layers."""
-        return self._with(replace(self.config, num_layers=num_layers))
+        config = replace(self.config, num_layers=num_layers)
+        return replace(self, config=config, tensors=first_layers(self.tensors, num_layers))
 
     def shard(self, num_shards: int) -> Network:
         """What one of several devices holds of it.
@@ -86,13 +99,15 @@ class Network:
         Raises:
             BuildError: a size does not divide.
         """
-        how = f"{self.weights_how}, one of {num_shards} shards"
-        return replace(self._with(shard(self.config, num_shards)), weights_how=how)
-
-    def _with(self, config: LlamaConfig) -> Network:
-        shapes = _shapes(config, coded_modules(self.tensors))
-        tensors = {name: TensorInfo(self.tensors[name].dtype, shapes[name]) for name in shapes}
-        return replace(self, config=config, tensors=tensors)
+        cuts = cuts_of(self.config, self.tensors)
+        return replace(
+            self,
+            config=shard(self.config, num_shards),
+            tensors=part_of(self.tensors, cuts, num_shards),
+            weights_how=f"{self.weights_how}, one of {num_shards} shards",
+            shards=num_shards,
+            rows=frozenset(cuts.keys() - self.tensors.keys()),  # a tied head's
+        )
 
 
 def from_model(

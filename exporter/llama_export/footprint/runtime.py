@@ -32,4 +32,4 @@ def unknown(format: Format, device: str, num_shards: int) -> Iterator[str]:
     yield "memory that kernels take while they run"
     yield "what the allocator keeps or loses between blocks"
     if num_shards > 1:
-        yield "buffers of the communication between shards, and gathered logits"
+        yield "buffers of the communication between shards"

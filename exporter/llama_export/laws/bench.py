@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import llama_runtime
+from llama_artifacts.bundle import open_bundle
 from llama_artifacts.manifest import Format, Manifest, Program
 from llama_export.laws.calls import PLANNED, Sequences, new_sequences
 from llama_export.laws.drive import Driven, drive
@@ -27,23 +28,37 @@ from llama_export.model.llama import Llama
 from llama_runtime import compat
 from llama_runtime.comparison import LIMITS
 from llama_runtime.entry import Entry
+from llama_runtime.places import find_weights
+from llama_runtime.shards import Group
+from llama_runtime.weights import bundle_weights
 
 NUM_TOKENS = 24
 
+_Key = tuple[str, Format, int]
+
 
 class Bench:
-    """Loads each program once, runs its usual plan once, and keeps what it gave."""
+    """Loads each program once, runs its usual plan once, and keeps what it gave.
+
+    Programs of several shards need a bench in each process of a group, and the same done with all.
+    """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, *, weights_dir: Path | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        weights_dir: Path | None = None,
+        group: Group | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.weights_dir = weights_dir
-        self._bundles: dict[str, llama_runtime.LoadedBundle] = {}
-        self._entries: dict[tuple[str, Format], Entry] = {}
-        self._driven: dict[tuple[str, Format], Driven] = {}
-        self._generated: dict[tuple[str, Format], tuple[Generated, ...]] = {}
+        self._group = group
+        self._bundles: dict[tuple[str, bool], llama_runtime.LoadedBundle] = {}
+        self._entries: dict[_Key, Entry] = {}
+        self._driven: dict[_Key, Driven] = {}
+        self._generated: dict[_Key, tuple[Generated, ...]] = {}
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -53,7 +68,7 @@ class Bench:
     @cached_property
     def oracle(self) -> Oracle:
         """The eager model on the bench's sequences."""
-        return Oracle(self._model(), self.sequences)
+        return Oracle(self._model(), self.sequences, 0 if self._group is None else self._group.rank)
 
     @cached_property
     def ungrouped(self) -> Oracle:
@@ -62,20 +77,25 @@ class Bench:
         repeat_heads(model, self.manifest.model.num_heads // self.manifest.model.num_kv_heads)
         return Oracle(model, self.sequences)
 
-    @property
+    @cached_property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The network's weights by name, mapped."""
-        return network_weights(self._loaded("cpu").weights, self.manifest)
+        """The network's weights by name, whole, mapped."""
+        places = find_weights(open_bundle(self.folder), weights_dir=self.weights_dir)
+        return network_weights(bundle_weights(self.manifest, places), self.manifest)
 
     def _model(self) -> Llama:
         return load_model(self.weights, self.manifest, where=self.folder)
 
-    def _loaded(self, device: str) -> llama_runtime.LoadedBundle:
-        if device not in self._bundles:
-            self._bundles[device] = llama_runtime.load(
-                self.folder, device=device, weights_dir=self.weights_dir
+    def _loaded(self, device: str, num_shards: int) -> llama_runtime.LoadedBundle:
+        key = (device, num_shards > 1)
+        if key not in self._bundles:
+            self._bundles[key] = llama_runtime.load(
+                self.folder,
+                device=device,
+                weights_dir=self.weights_dir,
+                group=self._group if num_shards > 1 else None,
             )
-        return self._bundles[device]
+        return self._bundles[key]
 
     def entry(self, program: Program) -> Entry:
         """The program as a callable.
@@ -83,15 +103,16 @@ class Bench:
         Raises:
             LlamaExportError: it cannot be loaded.
         """
-        key = (program.label, program.format)
+        key = _key(program)
         if key not in self._entries:
-            self._entries[key] = self._loaded(device_of(program)).open(program)
+            loaded = self._loaded(device_of(program), program.shards)
+            self._entries[key] = loaded.open(program)
         return self._entries[key]
 
     def companion(self, program: Program, entry: str) -> Program | None:
         """The program of another entry with the same states in the same format, if it runs here."""
         for other in self.manifest.programs:
-            is_like = (other.label, other.format) == (entry, program.format)
+            is_like = _key(other) == (entry, program.format, program.shards)
             if is_like and other.signature.states == program.signature.states and runs_here(other):
                 return other
         return None
@@ -109,7 +130,7 @@ class Bench:
         memory: Memory | None = None,
     ) -> Driven:
         """Runs a plan; the usual plan of the bench's sequences is run once and kept."""
-        key = (program.label, program.format)
+        key = _key(program)
         is_usual = plan is None and sequences is None and memory is None
         if is_usual and key in self._driven:
             return self._driven[key]
@@ -128,7 +149,7 @@ class Bench:
 
     def generate(self, program: Program) -> tuple[Generated, ...]:
         """What a generating program gives after the beginning of the bench's sequences; once."""
-        key = (program.label, program.format)
+        key = _key(program)
         if key not in self._generated:
             self._generated[key] = generate(self.entry(program), self.oracle)
         return self._generated[key]
@@ -136,6 +157,10 @@ class Bench:
     def drop(self, format: Format) -> None:
         """Lets go of the programs of a format; what they gave is kept."""
         self._entries = {key: entry for key, entry in self._entries.items() if key[1] != format}
+
+
+def _key(program: Program) -> _Key:
+    return program.label, program.format, program.shards
 
 
 def random_sequences(manifest: Manifest, num_tokens: int) -> Sequences:

@@ -1,17 +1,20 @@
-"""`formats`: every format of an entry gives the same, up to the rounding of their dtypes."""
+"""`formats`: every format of an entry gives the same, up to the rounding of their dtypes.
+
+So do several processes that share the entry and one that has it whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llama_artifacts.manifest import Program
+from llama_artifacts.manifest import Program, show_shards
 from llama_export.laws.bench import Bench, is_generating, limit_of
 from llama_export.laws.finding import Finding, close, worst
 from llama_export.laws.generation import Generated, scores_along
 
 
 def check(bench: Bench, programs: Sequence[Program]) -> Finding | None:
-    """The law on the programs of one entry; None for a single format."""
+    """The law on the programs of one entry; None for a single program."""
     if len(programs) < 2:
         return None
     first, others = programs[0], programs[1:]
@@ -26,7 +29,10 @@ def _pair(bench: Bench, first: Program, second: Program) -> Finding:
     else:
         one, other = bench.drive(first), bench.drive(second)
         found = close(other.values, one.values, limit, one.places)
-    return Finding(found.figure, limit, f"{first.format} and {second.format}: {found.detail}")
+    pair = (
+        f"{show_shards(first.format, first.shards)} and {show_shards(second.format, second.shards)}"
+    )
+    return Finding(found.figure, limit, f"{pair}: {found.detail}")
 
 
 def _gap(bench: Bench, one: Generated, other: Generated, limit: float) -> Finding:

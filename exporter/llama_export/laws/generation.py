@@ -109,19 +109,25 @@ def first_position(memory: Memory, num_steps: int) -> int:
 
 
 def fill(memory: Memory, oracle: Oracle, num_tokens: int) -> None:
-    """Writes the eager model's keys and values of the first tokens of each row."""
+    """Writes the eager model's keys and values of the first tokens of each row.
+
+    States with fewer heads than the model get the part of this process.
+    """
     assert memory.states is not None
     if not num_tokens:
         return
     targets = memory.states.tensors()
-    shapes = [(*target.shape[:2], num_tokens, target.shape[3]) for target in targets]
+    num_heads = oracle.num_kv_heads
+    shapes = [(len(target), num_heads, num_tokens, target.shape[3]) for target in targets]
     own = [torch.zeros(shape) for shape in shapes]
     tokens = oracle.tokens[: memory.num_rows, :num_tokens]
     with torch.no_grad():
         states = list(zip(own[::2], own[1::2], strict=True))
         oracle.model.prefill(tokens, torch.tensor(0, dtype=torch.int32), states)
     for target, values in zip(targets, own, strict=True):
-        target[:, :, :num_tokens] = values.to(target.device, target.dtype)
+        parts = values.split(target.shape[1], dim=1)
+        part = parts[oracle.rank] if len(parts) > 1 else values
+        target[:, :, :num_tokens] = part.to(target.device, target.dtype)
 
 
 def logits_along(oracle: Oracle, generated: Generated) -> torch.Tensor:

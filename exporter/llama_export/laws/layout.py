@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from llama_artifacts.per_rank import stored_name
 from llama_export.checkpoint.layout import HEAD, expected_tensors
 from llama_export.laws.bench import Bench
 from llama_export.laws.finding import Finding, exact
@@ -26,7 +27,11 @@ def check(bench: Bench) -> Finding | None:
     num_parameters = sum(math.prod(shape) for name, shape in plain.items() if name in shapes)
     if num_parameters != manifest.model.num_parameters:
         faults.append(f"{num_parameters} parameters, expected {manifest.model.num_parameters}")
-    bound = {name for program in manifest.programs for name in program.constants}
+    bound = {
+        stored_name(manifest, program, name)
+        for program in manifest.programs
+        for name in program.constants
+    }
     if {program.entry for program in manifest.programs} == {"hidden_packed"}:
         bound.add(HEAD)  # what gives no logits needs none
     if any(program.format == "aoti" for program in manifest.programs):
@@ -36,6 +41,6 @@ def check(bench: Bench) -> Finding | None:
         f"{program.file} binds `{name}`, which the weights lack"
         for program in manifest.programs
         for name in program.constants
-        if name not in shapes
+        if stored_name(manifest, program, name) not in shapes
     ]
     return exact(len(faults), "faults", faults[0] if faults else "")

@@ -103,11 +103,20 @@ class Oracle:
     Attributes:
         model: computes in float32.
         sequences: int32 tokens [rows, n], and targets and weights of their own.
+        rank: which part of the key/value heads this process keeps, where several share them.
     """
 
-    def __init__(self, model: Llama, sequences: Sequences) -> None:
+    def __init__(self, model: Llama, sequences: Sequences, rank: int = 0) -> None:
         self.model = model
         self.sequences = sequences
+        self.rank = rank
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of the whole network."""
+        attention = self.model.model.layers[0].self_attn
+        assert isinstance(attention, Attention)
+        return attention.k_proj.weight.shape[0] // attention.head_dim
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Law:
         entries: the entries it applies to, `generate` standing for every `generate<N>`.
         scope: whether it is checked once for each program, each entry, or the bundle.
         is_quick: whether a build checks it.
+        takes_shards: whether it is checked of programs that several processes run together.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Law:
     entries: tuple[str, ...] = ()
     scope: Literal["program", "entry", "bundle"] = "program"
     is_quick: bool = False
+    takes_shards: bool = False
 
     def applies(self, entry: str) -> bool:
         """Whether the law says something of programs of this entry."""
@@ -55,7 +57,13 @@ class Law:
 
 LAWS = (
     Law("layout", "the weights are the network's, and every program's", (), "bundle", True),
-    Law("parity", "as the eager float32 model", (*_ALL, *_GENERATING), is_quick=True),
+    Law(
+        "parity",
+        "as the eager float32 model",
+        (*_ALL, *_GENERATING),
+        is_quick=True,
+        takes_shards=True,
+    ),
     Law(
         "causal",
         "another token changes nothing before it, exactly",
@@ -67,8 +75,14 @@ LAWS = (
         "positions past the capacity are refused, and nothing wraps",
         (*_ALL, *_GENERATING),
         is_quick=True,
+        takes_shards=True,
     ),
-    Law("chain", "a prefill, then steps = steps alone = the whole sequence", _FILLING),
+    Law(
+        "chain",
+        "a prefill, then steps = steps alone = the whole sequence",
+        _FILLING,
+        takes_shards=True,
+    ),
     Law(
         "chunks",
         "a prompt in chunks = the prompt whole",
@@ -85,6 +99,7 @@ LAWS = (
         "a call writes the positions it names; padding and idle rows, scratch",
         (*_WITH_STATES, *_GENERATING),
         is_quick=True,
+        takes_shards=True,
     ),
     Law(
         "packed",
@@ -96,7 +111,13 @@ LAWS = (
     ),
     Law("steps", "generating = decode and argmax, step by step", ("generate", "generate_until")),
     Law("keys", "one key, one text; another key, another", ("sample",)),
-    Law("formats", "all formats agree", (*_ALL, *_GENERATING), "entry"),
+    Law(
+        "formats",
+        "all formats agree, and several shards with one",
+        (*_ALL, *_GENERATING),
+        "entry",
+        takes_shards=True,
+    ),
 )
 
 NAMES = tuple(law.name for law in LAWS)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
 from llama_export.lower.file_names import without_file_names
+from llama_export.lower.processes import processes
 from llama_export.lower.products import MAX_ROWS
 from llama_export.lower.small_loops import small_loops_serial
 from llama_export.model.formulation import Formulation
 from llama_export.model.llama import INV_FREQ
 from llama_export.trace import Job, as_kind, torch_dtype, trace, without_stack_traces
 from llama_runtime.machine import X86_ISAS, architecture, cpu_flags, minor, version
+from llama_runtime.shards import NATIVE_GROUP
 
 # Pairs of bf16 are multiplied by kernels of ours, whatever the number of rows.
 _ANY_ROWS = 1 << 31
@@ -53,20 +56,18 @@ class AotiBackend:
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return dtype
 
-    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
-        if place.device == "cpu":
-            _, target = _options(place.device, place.isa)
-            is_paired = dtype == torch.bfloat16 and target.isa == "avx512"
-            return Formulation(
-                dtype,
-                reads_positions=True,
-                max_fused_rows=_ANY_ROWS if is_paired else MAX_ROWS,
-                numerics=place.numerics,
-            )
-        has_units = torch.cuda.get_device_capability() >= (8, 9)
-        return Formulation(
-            dtype, reads_positions=False, numerics=place.numerics, has_fp8_units=has_units
+    def formulation(self, dtype: torch.dtype, place: Place, num_shards: int = 1) -> Formulation:
+        form = Formulation(
+            dtype,
+            reads_positions=place.device == "cpu",
+            numerics=place.numerics,
+            num_shards=num_shards,
+            group=NATIVE_GROUP,
         )
+        if place.device == "cpu":
+            has_pairs = dtype == torch.bfloat16 and _isa(place.isa) == "avx512"
+            return replace(form, max_fused_rows=_ANY_ROWS if has_pairs else MAX_ROWS)
+        return replace(form, has_fp8_units=torch.cuda.get_device_capability() >= (8, 9))
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:
         options, target = _options(place.device, place.isa)
@@ -88,19 +89,31 @@ class AotiBackend:
         options, target = _options(place.device, place.isa)
         program = trace(job)
         for name, info in job.weights.items():
-            tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
+            tensor = _value(name, info, job, place)
             program.state_dict[name] = as_kind(program.state_dict[name], tensor)
         if place.device == "cuda":
             program = move_to_device_pass(program, "cuda")
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with compiler(options):
+        with compiler(options), processes(job.form):
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())
         constants = tuple(name for name in job.weights if name in bound)
         requires = {"torch": minor(torch.__version__), **needed_capability(program)}
         return Lowered(file, target, requires, constants)
+
+
+def _value(name: str, info: TensorInfo, job: Job, place: Place) -> torch.Tensor:
+    """A weight for the compiler; of parts, which differ from process to process, a stand-in."""
+    if name in job.cuts and math.prod(info.shape) <= MAX_INLINED:
+        raise BuildError(
+            f"`{name}` is too small to be cut: {math.prod(info.shape)} elements of it are left",
+            hint="choose fewer --shards, or build --format pt2",
+        )
+    if place.weights is None or name in job.cuts:
+        return _stand_in(name, info, place)
+    return place.weights[name]
 
 
 def _stand_in(name: str, info: TensorInfo, place: Place) -> torch.Tensor:
@@ -122,7 +135,7 @@ def _inlined(job: Job, place: Place) -> str:
     digest = hashlib.sha256()
     for name, info in job.weights.items():
         if math.prod(info.shape) <= MAX_INLINED:
-            tensor = _stand_in(name, info, place) if place.weights is None else place.weights[name]
+            tensor = _value(name, info, job, place)
             digest.update(
                 name.encode() + b"\0" + bytes(tensor.reshape(-1).view(torch.uint8).numpy())
             )
@@ -183,12 +196,11 @@ def _cpu_options(options: dict[str, Any], isa: str | None) -> tuple[dict[str, An
                 f"--isa {isa} is for x86-64, this machine is {machine}", hint="omit it"
             )
         return options, Target("cpu", machine, "native", tuple(sorted(cpu_flags())))
-    fitting = [name for name, (_, _, flags) in X86_ISAS.items() if cpu_flags().issuperset(flags)]
-    if isa is None and not fitting:
+    isa = _isa(isa)
+    if isa is None:
         raise BuildError("aoti programs need a CPU with AVX2", hint="build --format pt2 or onnx")
-    isa = isa or fitting[0]
     march, width, flags = X86_ISAS[isa]
-    if isa not in fitting:
+    if not cpu_flags().issuperset(flags):
         raise BuildError(
             f"--isa {isa} cannot be built here: this CPU lacks "
             f"{', '.join(sorted(set(flags) - cpu_flags()))}",
@@ -198,6 +210,12 @@ def _cpu_options(options: dict[str, Any], isa: str | None) -> tuple[dict[str, An
     with inductor_config.patch(options):
         vector_flags = _cpuinfo_names(pick_vec_isa().build_arch_flags())
     return options, Target("cpu", machine, isa, tuple(sorted({*flags, *vector_flags})))
+
+
+def _isa(isa: str | None) -> str | None:
+    """The instruction set that is asked for, or the best of this machine; None: it has none."""
+    fitting = (name for name, (_, _, flags) in X86_ISAS.items() if cpu_flags().issuperset(flags))
+    return isa or next(fitting, None)
 
 
 def _cpuinfo_names(arch_flags: str) -> set[str]:

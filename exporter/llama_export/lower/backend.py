@@ -71,8 +71,8 @@ class Backend(Protocol):
         """The compute dtype this format uses where `dtype` was asked for."""
         ...
 
-    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
-        """How the model must be written for this format and place."""
+    def formulation(self, dtype: torch.dtype, place: Place, num_shards: int = 1) -> Formulation:
+        """How the model must be written for this format, place and number of processes."""
         ...
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class OnnxBackend:
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return "f32" if place.device == "cpu" else dtype
 
-    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
+    def formulation(self, dtype: torch.dtype, place: Place, num_shards: int = 1) -> Formulation:
+        assert num_shards == 1, "ONNX has no operators between processes"
         is_cpu = place.device == "cpu"
         return Formulation(dtype, reads_positions=is_cpu, numerics=place.numerics)
 

@@ -13,6 +13,7 @@ from llama_export.lower.backend import Lowered, Place, needed_capability
 from llama_export.model.formulation import Formulation
 from llama_export.trace import Job, as_kind, trace
 from llama_runtime.machine import minor
+from llama_runtime.shards import GROUP
 
 
 class Pt2Backend:
@@ -24,10 +25,15 @@ class Pt2Backend:
     def compute_dtype(self, dtype: str, place: Place) -> str:
         return dtype
 
-    def formulation(self, dtype: torch.dtype, place: Place) -> Formulation:
+    def formulation(self, dtype: torch.dtype, place: Place, num_shards: int = 1) -> Formulation:
         is_cpu = place.device == "cpu"
         return Formulation(
-            dtype, reads_positions=is_cpu, numerics=place.numerics, has_fp8_units=not is_cpu
+            dtype,
+            reads_positions=is_cpu,
+            numerics=place.numerics,
+            has_fp8_units=not is_cpu,
+            num_shards=num_shards,
+            group=GROUP,
         )
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:

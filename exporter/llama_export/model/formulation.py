@@ -23,6 +23,8 @@ class Formulation:
             `llama_export.model.products`); 0: no compiler that fuses will see the graph.
         numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
         has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
+        num_shards: processes that run the program together, each with its part of the network.
+        group: the name by which the graph calls them, where there are several.
     """
 
     dtype: torch.dtype
@@ -30,11 +32,18 @@ class Formulation:
     max_fused_rows: int = 0
     numerics: Numerics = "exact"
     has_fp8_units: bool = False
+    num_shards: int = 1
+    group: str = ""
 
     @property
     def is_fused(self) -> bool:
         """Whether a compiler that fuses will see the graph: products, attention and norms."""
         return self.max_fused_rows > 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several processes run the program together."""
+        return self.num_shards > 1
 
     def kept(self, x: Tensor) -> Tensor:
         """The same values, computed once also where a compiler fuses (see `stored`)."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 32
-"""Values that lie in one block of four-bit codes."""
+from llama_export.checkpoint.layout import BLOCK
+
 OFFSET = 8
 """What is added to a code of four bits."""
 DTYPES = (torch.int8, torch.uint8)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from llama_export.checkpoint.layout import Codes
 from llama_export.model import fp8, integers
+from llama_export.model.collectives import summed
 from llama_export.model.formulation import Formulation
 from llama_export.model.products import products
 
@@ -60,18 +61,45 @@ class Linear(nn.Module):
         """Whether the weight is codes of small integers (see `llama_export.model.integers`)."""
         return self.weight_scale is not None and self.weight.dtype in integers.DTYPES
 
+    @property
+    def has_addition(self) -> bool:
+        """Whether something is added to a product before it is rounded."""
+        return self.bias is not None
+
     def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Adds the bias, if there is one, to a product in float32, and rounds."""
         return (y if self.bias is None else y + self.bias.float()).to(dtype)
 
     def apart(self, x: Tensor) -> Tensor:
         """The layer by itself, in the form that many rows or FP8 weights have."""
-        scale, form, bias = self.weight_scale, self.form, self.bias
+        return self._apart(x, self.bias)
+
+    def _apart(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        scale, form = self.weight_scale, self.form
         if scale is not None and self.has_integers:
             return integers.linear(x, self.weight, scale, bias)
         if scale is not None:
             return fp8.linear(x, self.weight, scale, bias, form=form)
         return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class Summed(Linear):
+    """A linear layer of which each process has some columns: the processes add up their products.
+
+    They do it in float32, so that the sum is rounded once.
+    """
+
+    @property
+    def has_addition(self) -> bool:
+        return True
+
+    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Adds up a product in float32, adds the bias once, and rounds."""
+        return super().finish(summed(y, self.form), dtype)
+
+    def apart(self, x: Tensor) -> Tensor:
+        """As that of the class above, where the bias is no part of the product."""
+        return self.finish(self._apart(x, None).float(), x.dtype)
 
 
 class Embedding(Linear):
@@ -93,8 +121,7 @@ def together(x: Tensor, *layers: Linear) -> list[Tensor]:
     if not has_kernel or not is_small:
         return [layer.apart(x) for layer in layers]
     weights = [layer.weight for layer in layers]
-    # A bias is added before a sum is rounded.
-    is_rounded = all(layer.bias is None for layer in layers)
+    is_rounded = not any(layer.has_addition for layer in layers)
     y = products(x.flatten(0, -2), weights, scales, is_rounded).unflatten(0, x.shape[:-1])
     parts = y.split([weight.shape[0] for weight in weights], dim=-1)
     return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]

@@ -20,18 +20,23 @@ from torch.nn import functional as F
 
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.layout import Codes
-from llama_export.model import contexts, generation, rope
+from llama_export.model import collectives, contexts, generation, rope
 from llama_export.model.attention import Context, Mixed, State
 from llama_export.model.contexts import capacity_of
 from llama_export.model.formulation import Formulation
 from llama_export.model.generation import drawn, likeliest
-from llama_export.model.linear import Embedding, Linear, RMSNorm, together
+from llama_export.model.linear import Embedding, Linear, RMSNorm, Summed, together
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 """Name of the table of inverse frequencies among the weights."""
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines [..., 1, D] of the angles of a call's tokens."""
+
+
+def _closing(form: Formulation) -> type[Linear]:
+    """The kind of the layer that ends a block, whose inputs are divided where the network is."""
+    return Summed if form.is_sharded else Linear
 
 
 class Attention(nn.Module):
@@ -47,7 +52,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(hidden, q_width, form, bias=bias)
         self.k_proj = Linear(hidden, kv_width, form, bias=bias)
         self.v_proj = Linear(hidden, kv_width, form, bias=bias)
-        self.o_proj = Linear(q_width, hidden, form, bias=bias)
+        self.o_proj = _closing(form)(q_width, hidden, form, bias=bias)
 
     def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
         q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
@@ -68,7 +73,7 @@ class MLP(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, form, bias=bias)
         self.up_proj = Linear(hidden, inner, form, bias=bias)
-        self.down_proj = Linear(inner, hidden, form, bias=bias)
+        self.down_proj = _closing(form)(inner, hidden, form, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = together(x, self.gate_proj, self.up_proj)
@@ -107,14 +112,19 @@ class Body(nn.Module):
 
     def __init__(self, config: LlamaConfig, form: Formulation) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.hidden_size, config.vocab_size, form)
+        vocab_size = config.vocab_size * form.num_shards  # whole in every process
+        self.embed_tokens = Embedding(config.hidden_size, vocab_size, form)
         self.layers = nn.ModuleList(Layer(config, form) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim)
 
 
 class Llama(nn.Module):
-    """The network, with one method per entry."""
+    """The network, with one method per entry.
+
+    Where several processes run it together, the configuration is that of one of them
+    (`llama_export.shards.shard`), inputs and outputs are those of the whole, and states its own.
+    """
 
     def __init__(
         self, config: LlamaConfig, form: Formulation, *, coded: Mapping[str, Codes] | None = None
@@ -122,10 +132,10 @@ class Llama(nn.Module):
         super().__init__()
         self.form = form
         self.model = Body(config, form)
-        # A tied head is the embedding itself: one parameter, one name.
+        # A tied head is the embedding itself: one parameter, one name; or it is a part of it.
         self.lm_head = (
             None
-            if config.tie_word_embeddings
+            if config.tie_word_embeddings and not form.is_sharded
             else Linear(config.hidden_size, config.vocab_size, form)
         )
         for name, codes in (coded or {}).items():
@@ -279,7 +289,9 @@ class Llama(nn.Module):
         self, tokens: Tensor, positions: Tensor, segments: Tensor, targets: Tensor
     ) -> Tensor:
         """Log-probability of targets[p] (int64) after token p, float32 [P]."""
-        logits = self._head(self.hidden_packed(tokens, positions, segments)).float()
+        logits = self._own_logits(self.hidden_packed(tokens, positions, segments)).float()
+        if self.form.is_sharded:
+            return collectives.log_probs(logits, targets, self.form)
         return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
     def loss_packed(
@@ -299,6 +311,11 @@ class Llama(nn.Module):
         return self.form.kept(self.model.norm(x))
 
     def _head(self, x: Tensor) -> Tensor:
+        logits = self._own_logits(x)
+        return collectives.gathered(logits, self.form) if self.form.is_sharded else logits
+
+    def _own_logits(self, x: Tensor) -> Tensor:
+        """Logits of this process's part of the vocabulary."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head(x)
 

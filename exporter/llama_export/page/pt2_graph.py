@@ -38,13 +38,13 @@ _INNER_ROOT = "_export_root."  # the model's name within the graph of a loop
 _TERM = re.compile(r"(Mul|Add)\((-?[\w.]+), (-?[\w.]+)\)")
 
 
-def read_pt2(path: Path, signature: Signature) -> Graph:
-    """The graph of a weightless program.
+def read_pt2(path: Path, signature: Signature, *, is_sharded: bool = False) -> Graph:
+    """The graph of a weightless program, which calls other processes where it is sharded.
 
     Raises:
         IntegrityError: not such an archive, or its graph is not what the signature says.
     """
-    with zipfile.ZipFile(read_archive(path)) as archive:
+    with zipfile.ZipFile(read_archive(path, is_sharded=is_sharded)) as archive:
         module = json.loads(archive.read("program/models/model.json"))["graph_module"]
     try:
         return _Reader(module, signature).graph()

@@ -202,7 +202,8 @@ def _read(bundle: Bundle, program: Program) -> Any:
     if program.format == "pt2":
         from llama_export.page.pt2_graph import read_pt2
 
-        return read_pt2(bundle.path(program.file), program.signature)
+        path, is_sharded = bundle.path(program.file), program.shards > 1
+        return read_pt2(path, program.signature, is_sharded=is_sharded)
     from llama_export.page.onnx_graph import read_onnx
 
     return read_onnx(bundle.path(program.file), program.signature)

@@ -162,7 +162,8 @@ def _general(manifest: Manifest, entry: str, device: Device) -> dict[Format, Pro
     return {
         program.format: program
         for program in manifest.programs
-        if program.entry == entry and not program.variant and program.target.device == device
+        if program.entry == entry and not program.variant and program.shards == 1
+        if program.target.device == device
     }
 
 

@@ -79,6 +79,12 @@ std::optional<Error> misfit(const ProgramRecord& program, const LoadOptions& opt
     return Error(ErrorCode::kCompatibility, message, program.file, hint);
   };
   const std::string rebuild = "build it for this machine: `llama-export build ... --format aoti`";
+  if (program.shards > 1) {
+    const std::string count = std::to_string(program.shards);
+    return refuse(
+        "needs " + count + " processes with torch.distributed, which this runtime lacks",
+        "run it with torchrun --standalone --nproc-per-node " + count + " -m llama_runtime");
+  }
   const std::string kind = options.device.substr(0, options.device.find(':'));
   if (program.target.device != kind) {
     return refuse(

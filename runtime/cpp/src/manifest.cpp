@@ -142,7 +142,7 @@ Sizes read_variant(const Node& node) {
 
 ProgramRecord read_program(const Node& node) {
   node.keys({"entry", "format", "file", "dtype", "target", "signature", "constants", "requires",
-             "variant", "numerics"});
+             "variant", "numerics", "shards"});
   ProgramRecord program;
   program.entry =
       node.field("entry").text(is_entry_name, "an entry such as `decode` or `generate<32>`");
@@ -157,6 +157,7 @@ ProgramRecord read_program(const Node& node) {
   if (const auto text = node.optional("numerics"); text && !text->is_null()) {
     program.numerics = text->one_of({"exact", "fast"});
   }
+  if (const auto shards = node.optional("shards")) program.shards = shards->at_least(1);
   std::set<std::string> dims;
   for (const Dim& dim : program.signature.dims) dims.insert(dim.name);
   for (const auto& [name, size] : program.variant) {
@@ -169,13 +170,14 @@ ProgramRecord read_program(const Node& node) {
 }
 
 Check read_check(const Node& node) {
-  node.keys({"law", "entry", "format", "figure", "limit"});
+  node.keys({"law", "entry", "format", "figure", "limit", "shards"});
   Check check;
   check.law = node.field("law").text();
   check.entry = node.field("entry").text();
   check.format = node.field("format").one_of({"", "pt2", "aoti", "onnx"});
   check.figure = node.field("figure").number();
   check.limit = node.field("limit").number();
+  if (const auto shards = node.optional("shards")) check.shards = shards->at_least(1);
   return check;
 }
 
@@ -187,6 +189,11 @@ Quantized read_quantized(const Node& node) {
     quantized.group_size = size->at_least(1);
   }
   return quantized;
+}
+
+Cut read_cut(const Node& node) {
+  node.keys({"tensor", "axis"});
+  return {node.field("tensor").text(), node.field("axis").one_of({"rows", "columns"})};
 }
 
 void read_weights(const Node& node, Manifest& manifest) {
@@ -201,12 +208,15 @@ void read_weights(const Node& node, Manifest& manifest) {
   if (const auto quantized = node.optional("quantized"); quantized && !quantized->is_null()) {
     manifest.quantized = read_quantized(*quantized);
   }
+  if (const auto cuts = node.optional("cuts")) {
+    for (const auto& [name, item] : cuts->members()) manifest.cuts[name] = read_cut(item);
+  }
 }
 
 Manifest read_all(const Node& node) {
   node.keys({"schema", "name", "source", "model", "dtype", "max_seq", "batch", "weights",
              "tokenizer", "has_chat_template", "stop_tokens", "toolchain", "programs", "checks",
-             "files", "weights_headers", "referenced", "quantized"});
+             "files", "weights_headers", "referenced", "quantized", "cuts"});
   Manifest manifest;
   manifest.schema = node.field("schema").text();
   manifest.name = node.field("name").text();

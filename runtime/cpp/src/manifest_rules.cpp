@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <set>
+#include <tuple>
 
 #include "manifest_parts.h"
 #include "text.h"
@@ -15,15 +17,30 @@ void check_unlisted(const Node& node, const char* key, const std::string& name) 
 }
 
 void check_variants(const Node& node, const Manifest& manifest) {
-  std::set<std::pair<std::string, std::string>> general;
+  const auto kind = [](const ProgramRecord& program) {
+    return std::tuple(program.entry, program.format, program.shards);
+  };
+  std::set<std::tuple<std::string, std::string, int64_t>> general;
   for (const ProgramRecord& program : manifest.programs) {
-    if (program.variant.empty()) general.emplace(program.entry, program.format);
+    if (program.variant.empty()) general.insert(kind(program));
   }
   for (const ProgramRecord& program : manifest.programs) {
-    if (!program.variant.empty() && !general.contains({program.entry, program.format})) {
-      node.fail("variant " + shown(program.label()) + " in " + program.format +
+    if (!program.variant.empty() && !general.contains(kind(program))) {
+      const std::string shards =
+          program.shards == 1 ? "" : " of " + std::to_string(program.shards) + " shards";
+      node.fail("variant " + shown(program.label() + shards) + " in " + program.format +
                 " has no general program");
     }
+  }
+}
+
+void check_cuts(const Node& node, const Manifest& manifest) {
+  const bool is_sharded =
+      std::any_of(manifest.programs.begin(), manifest.programs.end(),
+                  [](const ProgramRecord& program) { return program.shards > 1; });
+  if (is_sharded == manifest.cuts.empty()) {
+    node.fail(std::string("`cuts` are for programs of several shards, but ") +
+              (is_sharded ? "`cuts` is empty" : "there is none"));
   }
 }
 
@@ -51,6 +68,7 @@ void check_files(const Node& node, const Manifest& manifest) {
     }
   }
   check_variants(node, manifest);
+  check_cuts(node, manifest);
   if (manifest.tokenizer && !manifest.file(kTokenizerName)) {
     node.fail("`tokenizer.json` is not listed in `files`");
   }

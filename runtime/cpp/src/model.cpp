@@ -21,7 +21,8 @@ std::string listed(const Names& names, const char* separator = ", ") {
 // Whether a variant keeps the same states as the program, so that calls may alternate.
 bool is_alike(const ProgramRecord& variant, const ProgramRecord& program) {
   return variant.entry == program.entry && variant.format == program.format &&
-         variant.dtype == program.dtype && variant.target.machine == program.target.machine &&
+         variant.shards == program.shards && variant.dtype == program.dtype &&
+         variant.target.machine == program.target.machine &&
          variant.target.isa == program.target.isa &&
          variant.target.cpu_flags == program.target.cpu_flags;
 }

@@ -92,9 +92,7 @@ class Programs:
 
     def clean(self, pages: Iterable[int]) -> None:
         """Zeroes pages and the scratch page: a NaN would reach whoever reads beside it."""
-        index = torch.tensor([SCRATCH, *pages])
-        for tensor in self._states.values():
-            tensor.index_fill_(_PAGE_AXIS, index.to(tensor.device), 0)
+        self._states.clear_(_PAGE_AXIS, [SCRATCH, *pages])
 
     @property
     def _max_text(self) -> int:

@@ -58,7 +58,7 @@ def load_module(loading: Loading, *, is_trainable: bool = False) -> torch.fx.Gra
 
 
 def _load(loading: Loading, weights: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    archive = read_archive(loading.path)
+    archive = read_archive(loading.path, is_sharded=loading.program.shards > 1)
     try:
         with _hints_once():
             program = torch.export.load(archive)

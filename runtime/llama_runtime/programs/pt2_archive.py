@@ -39,6 +39,10 @@ _TARGETS = re.compile(
     r"|torch\.sym_(float|int|ite|max|min|not)|math\.(ceil|floor|trunc)"
 )
 _FORBIDDEN = re.compile(r"torch\.ops\.aten\.from_file\..*")
+_COLLECTIVES = re.compile(
+    r"torch\.ops\._c10d_functional\."
+    r"(all_reduce|all_gather_into_tensor|reduce_scatter_tensor|wait_tensor)\.default"
+)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")
 _PATH_NAME = re.compile(r"[A-Za-z0-9_.]+")
 _EXPRESSION = re.compile(
@@ -54,8 +58,12 @@ _CODE = {
 }
 
 
-def read_archive(path: Path) -> io.BytesIO:
+def read_archive(path: Path, *, is_sharded: bool = False) -> io.BytesIO:
     """A checked copy of the archive for `torch.export.load`.
+
+    Args:
+        path: the archive.
+        is_sharded: whether its graph may call other processes.
 
     Raises:
         IntegrityError: not such an archive, or it holds more than a weightless program does.
@@ -65,7 +73,7 @@ def read_archive(path: Path) -> io.BytesIO:
             members = dict(_members(archive, path))
         _check_payloads(members[_WEIGHTS_CONFIG], path)
         _check_payloads(members[_CONSTANTS_CONFIG], path)
-        _check_graph(json.loads(members[_GRAPH]), path)
+        _check_graph(json.loads(members[_GRAPH]), path, is_sharded)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as cause:
         raise IntegrityError("not an ExportedProgram archive", where=path, hint=_HINT) from cause
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
@@ -96,21 +104,25 @@ def _check_payloads(config: bytes, path: Path) -> None:
             raise _refused("a payload that is no tensor", path)
 
 
-def _check_graph(value: Any, path: Path) -> None:
+def _check_graph(value: Any, path: Path, is_sharded: bool) -> None:
     if isinstance(value, list):
         for item in value:
-            _check_graph(item, path)
+            _check_graph(item, path, is_sharded)
     elif isinstance(value, dict):
         target = value.get("target")
-        if "inputs" in value and "target" in value:
-            is_plain = isinstance(target, str) and _TARGETS.fullmatch(target)
-            if not is_plain or _FORBIDDEN.fullmatch(str(target)):
-                raise _refused(f"a call of `{target!s:.80}`", path)
+        is_collective = is_sharded and _COLLECTIVES.fullmatch(str(target))
+        if "inputs" in value and "target" in value and not (is_collective or _is_plain(target)):
+            raise _refused(f"a call of `{target!s:.80}`", path)
         for key, item in value.items():
             pattern = _CODE.get(key)
             if pattern is not None and isinstance(item, str) and not pattern.fullmatch(item):
                 raise _refused(f"an odd `{key}`, `{item:.80}`", path)
-            _check_graph(item, path)
+            _check_graph(item, path, is_sharded)
+
+
+def _is_plain(target: object) -> bool:
+    is_known = isinstance(target, str) and _TARGETS.fullmatch(target) is not None
+    return is_known and not _FORBIDDEN.fullmatch(str(target))
 
 
 def _rewritten(members: dict[str, bytes]) -> io.BytesIO:

@@ -125,6 +125,7 @@ def run(
     *,
     grace_s: float,
     at_start: Callable[[], None] = lambda: None,
+    fault: Callable[[], Exception | None] = lambda: None,
 ) -> None:
     """Serves until a signal (SIGINT, SIGTERM) ends it; a second SIGINT drops what is open.
 
@@ -134,15 +135,22 @@ def run(
         sock: one of `bind`.
         grace_s: seconds that open requests get to end by themselves, after which they fail.
         at_start: called when requests are accepted.
+        fault: asked now and then; where there is one, open requests fail with it, and serving ends.
     """
-    Server(app, worker, grace_s=grace_s, at_start=at_start).run(sockets=[sock])
+    Server(app, worker, grace_s=grace_s, at_start=at_start, fault=fault).run(sockets=[sock])
 
 
 class Server(uvicorn.Server):
     """Uvicorn, which at its end lets requests finish for a while, and then fails them."""
 
     def __init__(
-        self, app: FastAPI, worker: Worker, *, grace_s: float, at_start: Callable[[], None]
+        self,
+        app: FastAPI,
+        worker: Worker,
+        *,
+        grace_s: float,
+        at_start: Callable[[], None],
+        fault: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -157,10 +165,18 @@ class Server(uvicorn.Server):
         self._worker = worker
         self._grace_s = grace_s
         self._at_start = at_start
+        self._fault = fault
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._at_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        is_ending = await super().on_tick(counter)
+        if (fault := self._fault()) is not None:
+            self._worker.fail_all(str(fault))
+            return True
+        return is_ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.refuse_new()

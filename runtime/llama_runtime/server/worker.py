@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from llama_artifacts.errors import LlamaExportError
+from llama_artifacts.errors import GroupError, LlamaExportError
 from llama_runtime.engine import Engine, Output, Request, Stats
 from llama_runtime.server.errors import api_error, closing_error, queue_full_error
 
@@ -141,10 +141,13 @@ class Worker:
                 self.stats = self._engine.stats
             except Exception as cause:
                 # A step that fails as a whole leaves no request that could go on; the server can.
-                _LOG.exception("a step of the engine failed")
+                message = "the step that computes this request failed"
+                if isinstance(cause, GroupError):  # whoever serves ends, and says why
+                    message = str(cause)
+                else:
+                    _LOG.exception("a step of the engine failed")
                 self.fault = f"{type(cause).__name__}: {cause}"
                 self._has_raised = True
-                message = "the step that computes this request failed"
                 self._loop.call_soon_threadsafe(self.fail_all, message)
 
     def _note_faults(self, outputs: Sequence[Output]) -> None:

@@ -55,7 +55,7 @@ class Method:
             self.versions[engine] = onnxruntime.__version__
         programs = [
             bundle.folder / program.file
-            for program in bundle.manifest.programs
+            for program in bundle.programs
             if (program.entry, program.format) in {(e.name, e.format) for e in entries}
         ]
         places = find_weights(open_bundle(setup.folder), weights_dir=setup.weights_dir)

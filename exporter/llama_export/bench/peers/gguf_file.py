@@ -17,10 +17,10 @@ import torch
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.manifest import Manifest
-from llama_export.checkpoint.layout import HEAD, SCALE
+from llama_export.checkpoint.layout import BLOCK, HEAD, SCALE
 from llama_export.checkpoint.names import to_gguf
 from llama_export.laws.oracle import network_weights
-from llama_export.model.integers import BLOCK, DTYPES, decode
+from llama_export.model.integers import DTYPES, decode
 from llama_export.model.llama import INV_FREQ
 from llama_runtime.places import find_weights
 from llama_runtime.weights import bundle_weights

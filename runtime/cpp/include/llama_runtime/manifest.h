@@ -85,6 +85,7 @@ struct ProgramRecord {
   std::map<std::string, std::string> requires_;
   Sizes variant;
   std::optional<std::string> numerics;
+  int64_t shards = 1;  // processes that run it together
 
   // The entry, and what the program fixes: `decode_paged:Rows=1`.
   std::string label() const;
@@ -121,12 +122,19 @@ struct Quantized {
   std::optional<int64_t> group_size;  // values of a row that share a scale; none: the whole row
 };
 
+// Which part of a stored tensor each of several processes binds.
+struct Cut {
+  std::string tensor;
+  std::string axis;  // `rows` or `columns`
+};
+
 struct Check {
   std::string law;
   std::string entry;
   std::string format;
   double figure = 0;
   double limit = 0;
+  int64_t shards = 1;  // of the program
 };
 
 struct Manifest {
@@ -148,6 +156,7 @@ struct Manifest {
   std::map<std::string, std::string> weights_headers;
   std::map<std::string, File> referenced;
   std::optional<Quantized> quantized;
+  std::map<std::string, Cut> cuts;  // by the name under which a constant is bound
   // Key paths that a newer minor version of the format has and this reader ignores.
   std::vector<std::string> ignored;
 

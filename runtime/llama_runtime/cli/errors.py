@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from llama_artifacts.errors import LlamaExportError
-from llama_export.cli import output
+from llama_runtime.cli import output
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 DEBUG_VARIABLE = "LLAMA_EXPORT_DEBUG"

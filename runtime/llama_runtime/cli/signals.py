@@ -48,6 +48,12 @@ def handled() -> Iterator[None]:
             _end(received[0])
 
 
+def ignore() -> None:
+    """From now on the signals do not reach this process, which another one ends."""
+    for number in _GRACE_SECONDS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def left_to_command() -> Iterator[None]:
     """Lets a command with handlers of its own take its time to end; to be used within `handled`."""
@@ -76,11 +82,16 @@ def _watch(read_end: int) -> None:
 
 
 def _end(number: int) -> NoReturn:
+    _send(signal.SIGKILL)
+    leave(128 + number)
+
+
+def leave(status: object) -> NoReturn:
+    """Ends the process as `sys.exit(status)` would, but without the exit handlers of libraries."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
-    _send(signal.SIGKILL)
-    os._exit(128 + number)
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def _send(number: signal.Signals) -> None:
