@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,40 @@ def tiny_packed_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathF
             )
             build(recipe, cache=ProgramCache())
     return output
+
+
+@pytest.fixture(scope="session")
+def sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer with eight query and four key/value heads, biases and a tied head, in float32."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    options = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    return write_tiny(tmp_path_factory.mktemp("checkpoint") / "sharded", **sizes, **options)
+
+
+@pytest.fixture(scope="session")
+def sharded_bundle(sharded_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every entry as pt2, for one process and for two: two rows, 64 positions. Do not write into it."""
+    folder = shared_folder(tmp_path_factory)
+    output = folder / "sharded bundle"
+    with FileLock(folder / "sharded.lock"):
+        if not output.exists():
+            recipe = sharded_recipe(sharded_checkpoint, output)
+            build(recipe, cache=ProgramCache())
+    return output
+
+
+def sharded_recipe(checkpoint: Path, output: Path, **changes: Any) -> Recipe:
+    """What the sharded bundle is built from, or another of the same sizes."""
+    recipe = Recipe(
+        str(checkpoint),
+        output,
+        ("all",),
+        ("pt2",),
+        max_seq=64,
+        batch=2,
+        rows=8,
+        steps=4,
+        max_new=4,
+        shards=(1, 2),
+    )
+    return replace(recipe, **changes)

@@ -23,9 +23,11 @@ from llama_artifacts.manifest import (
     Program,
 )
 from llama_runtime import compat
+from llama_runtime.choice import choose
 from llama_runtime.cuda_graphs import CudaGraphs, graphs_for
+from llama_runtime.devices import find_device
 from llama_runtime.entry import Entry, Variant
-from llama_runtime.generate import Generation, TokenStream
+from llama_runtime.generate import Generation, Message, TokenStream, prompt_ids
 from llama_runtime.mirror import Mirror
 from llama_runtime.places import find_weights
 from llama_runtime.programs.base import Loading, load_program
@@ -37,12 +39,7 @@ from llama_runtime.tokenizer import Tokenizer
 from llama_runtime.trainable import TrainableEntry
 from llama_runtime.weights import bundle_weights
 
-# Fastest first; taken in this order where the caller names no format.
-_PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
-
 _TOKENIZER_FILES = (TOKENIZER_NAME, "tokenizer_config.json", CHAT_TEMPLATE_NAME)
-
-Message = Mapping[str, str]
 
 
 def load(
@@ -94,9 +91,7 @@ def load(
         bundle, _ = signing.open_signed(Path(path), signing.PublicKey(Path(require_signature)))
     # Programs are opened later, perhaps from another working folder.
     bundle = replace(bundle, folder=bundle.folder.absolute())
-    if device == "cuda" and group is not None:
-        device = f"cuda:{torch.cuda.current_device()}"  # that of the process's number, see `join`
-    place = _device(device)
+    place = find_device(device, group)
     places = find_weights(bundle, weights_dir=None if weights_dir is None else Path(weights_dir))
     if threads is not None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
@@ -224,7 +219,8 @@ class LoadedBundle:
     def trainable(self, name: str) -> TrainableEntry:
         """A module that computes an entry without states, such as `loss_packed`, with gradients.
 
-        Each one has parameters of its own: copies of the weights, under the checkpoint's names.
+        Each one has parameters of its own: copies of the weights, under the checkpoint's names. In a
+        group they are copies of this process's parts, and gradients those of the parts.
 
         Raises:
             InputError: the bundle has no such entry.
@@ -236,7 +232,7 @@ class LoadedBundle:
             raise CompatibilityError(
                 f"`{name}` has no gradients where one process leads others",
                 where=self.folder,
-                hint="train with programs of one shard",
+                hint="call it in every process, without a leader",
             )
         formats = [program.format for program in self._programs if program.entry == name]
         found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
@@ -249,7 +245,7 @@ class LoadedBundle:
                 else f"build it with --entry {name} --format pt2",
             )
         with self._lock:
-            return TrainableEntry(self._loading(self._choose(name, "pt2")))
+            return TrainableEntry(self._loading(self._choose(name, "pt2")), self.manifest.cuts)
 
     def open(self, program: Program) -> Entry:
         """One program of the manifest as a callable, and no other, whatever call it gets.
@@ -358,7 +354,7 @@ class LoadedBundle:
             InputError: as `generate_tokens`.
         """
         stream = self.generate_tokens(
-            self._prompt_ids(prompt, chat, system),
+            prompt_ids(prompt, lambda: self.tokenizer, chat=chat, system=system),
             max_new=max_new,
             temperature=temperature,
             top_k=top_k,
@@ -368,57 +364,8 @@ class LoadedBundle:
         )
         return Generation(stream, self.tokenizer, stop)
 
-    def _prompt_ids(
-        self,
-        prompt: str | Sequence[int] | Sequence[Message],
-        chat: bool | None,
-        system: str | None,
-    ) -> list[int]:
-        if isinstance(prompt, str):
-            is_chat = self.tokenizer.has_chat_template if chat is None else chat
-            if not is_chat:
-                if system is not None:
-                    raise InputError("a system message needs a chat", where="system")
-                return self.tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        elif len(prompt) == 0 or not isinstance(prompt[0], Mapping):
-            if chat or system is not None:
-                raise InputError("token ids are no chat", where="chat" if chat else "system")
-            return list(prompt)  # type: ignore[arg-type]
-        elif chat is False:
-            raise InputError("messages are a chat", where="chat")
-        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        return self.tokenizer.encode_chat(messages)
-
     def _choose(self, name: str, format: Format | None) -> Program:
-        general = [program for program in self._programs if not program.variant]
-        programs = [program for program in general if program.entry == name]
-        if not programs:
-            programs = [program for program in general if program.entry.startswith(f"{name}<")]
-        if len({program.entry for program in programs}) > 1:
-            raise InputError(
-                f"the bundle has several entries `{name}`",
-                where=self.folder,
-                hint=f"say which: {', '.join(dict.fromkeys(p.entry for p in programs))}",
-            )
-        if not programs:
-            raise InputError(
-                f"the bundle has no entry `{name}`",
-                where=self.folder,
-                hint=f"it has {', '.join(dict.fromkeys(p.entry for p in self._programs))}",
-            )
-        wanted = [p for p in programs if format in (None, p.format)]
-        if not wanted:
-            raise CompatibilityError(
-                f"`{name}` is not there in format {format}",
-                where=self.folder,
-                hint=f"it is there in {', '.join(p.format for p in programs)}",
-            )
-        wanted.sort(key=lambda program: _PREFERENCE.index(program.format))
-        fitting = [program for program in wanted if self._fits(program)]
-        chosen = (fitting or wanted)[0]
+        chosen = choose(self._programs, name, format, fits=self._fits, where=self.folder)
         compat.check(chosen, device=str(self._device), allow_native=self._allow_native)
         return chosen
 
@@ -431,23 +378,3 @@ def _is_alike(variant: Program, program: Program) -> bool:
         program.dtype,
         program.target,
     )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(str(name))
-    except RuntimeError as cause:
-        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device") from cause
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise CompatibilityError(
-                "no CUDA device is here",
-                hint="load with device cpu, or install a CUDA build of torch",
-            )
-        index, count = device.index or 0, torch.cuda.device_count()
-        if index >= count:
-            raise CompatibilityError(f"no device `{name}`: this machine has {count} CUDA device(s)")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device")
-    return torch.device("cpu")

@@ -539,7 +539,7 @@ def test_native_code_is_run_where_no_compiler_is(tiny_bundle: Path, tmp_path: Pa
 
 
 def test_the_preferred_order_covers_every_format() -> None:
-    from llama_runtime.loader import _PREFERENCE
+    from llama_runtime.choice import _PREFERENCE
 
     assert sorted(_PREFERENCE) == sorted(FORMATS)
     assert issubclass(IntegrityError, LlamaExportError)
