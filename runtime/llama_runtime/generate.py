@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from llama_runtime.stop import StopStrings
 from llama_runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
+Message = Mapping[str, str]
 
 
 class TokenStream:
@@ -154,3 +155,35 @@ class Generation:
         rest += self._stops.finish()
         if rest:
             yield rest
+
+
+def prompt_ids(
+    prompt: str | Sequence[int] | Sequence[Message],
+    tokenizer: Callable[[], Tokenizer],
+    *,
+    chat: bool | None,
+    system: str | None,
+) -> list[int]:
+    """The token ids of a prompt; see `LoadedBundle.generate`, whose arguments they are.
+
+    Raises:
+        TokenizerError: no tokenizer, where one is needed, or the template refuses the messages.
+        InputError: arguments that contradict each other.
+    """
+    if isinstance(prompt, str):
+        is_chat = tokenizer().has_chat_template if chat is None else chat
+        if not is_chat:
+            if system is not None:
+                raise InputError("a system message needs a chat", where="system")
+            return tokenizer().encode(prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    elif len(prompt) == 0 or not isinstance(prompt[0], Mapping):
+        if chat or system is not None:
+            raise InputError("token ids are no chat", where="chat" if chat else "system")
+        return list(prompt)  # type: ignore[arg-type]
+    elif chat is False:
+        raise InputError("messages are a chat", where="chat")
+    messages = [dict(message) for message in prompt]  # type: ignore[arg-type]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return tokenizer().encode_chat(messages)

@@ -27,7 +27,7 @@ from llama_runtime.choice import choose
 from llama_runtime.cuda_graphs import CudaGraphs, graphs_for
 from llama_runtime.devices import find_device
 from llama_runtime.entry import Entry, Variant
-from llama_runtime.generate import Generation, TokenStream
+from llama_runtime.generate import Generation, Message, TokenStream, prompt_ids
 from llama_runtime.mirror import Mirror
 from llama_runtime.places import find_weights
 from llama_runtime.programs.base import Loading, load_program
@@ -40,8 +40,6 @@ from llama_runtime.trainable import TrainableEntry
 from llama_runtime.weights import bundle_weights
 
 _TOKENIZER_FILES = (TOKENIZER_NAME, "tokenizer_config.json", CHAT_TEMPLATE_NAME)
-
-Message = Mapping[str, str]
 
 
 def load(
@@ -234,7 +232,7 @@ class LoadedBundle:
             raise CompatibilityError(
                 f"`{name}` has no gradients where one process leads others",
                 where=self.folder,
-                hint="train with programs of one shard",
+                hint="call it in every process, without a leader",
             )
         formats = [program.format for program in self._programs if program.entry == name]
         found = self._format or ("pt2" if "pt2" in formats else next(iter(formats), None))
@@ -356,7 +354,7 @@ class LoadedBundle:
             InputError: as `generate_tokens`.
         """
         stream = self.generate_tokens(
-            self._prompt_ids(prompt, chat, system),
+            prompt_ids(prompt, lambda: self.tokenizer, chat=chat, system=system),
             max_new=max_new,
             temperature=temperature,
             top_k=top_k,
@@ -365,30 +363,6 @@ class LoadedBundle:
             seed=seed,
         )
         return Generation(stream, self.tokenizer, stop)
-
-    def _prompt_ids(
-        self,
-        prompt: str | Sequence[int] | Sequence[Message],
-        chat: bool | None,
-        system: str | None,
-    ) -> list[int]:
-        if isinstance(prompt, str):
-            is_chat = self.tokenizer.has_chat_template if chat is None else chat
-            if not is_chat:
-                if system is not None:
-                    raise InputError("a system message needs a chat", where="system")
-                return self.tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        elif len(prompt) == 0 or not isinstance(prompt[0], Mapping):
-            if chat or system is not None:
-                raise InputError("token ids are no chat", where="chat" if chat else "system")
-            return list(prompt)  # type: ignore[arg-type]
-        elif chat is False:
-            raise InputError("messages are a chat", where="chat")
-        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        return self.tokenizer.encode_chat(messages)
 
     def _choose(self, name: str, format: Format | None) -> Program:
         chosen = choose(self._programs, name, format, fits=self._fits, where=self.folder)

@@ -44,6 +44,10 @@ EXAMPLES = (
         "One of these, of which only the rest is read:",
         'llama-export run smollm2-135m-instruct -p "$RULES Why?" --load-state rules.state',
     ),
+    (
+        "Two processes, each with half of the weights, for a bundle built with --shards 2:",
+        'torchrun --standalone --nproc-per-node 2 -m llama_runtime run sharded -p "Hello!"',
+    ),
     ("Token ids in, token ids out:", 'llama-export run smollm2-135m --tokens "1 9690 198"'),
 )
 PROMPT, PROGRAM = "Prompt (one of -p and --tokens)", "Program"
@@ -279,8 +283,7 @@ def command(
     Text comes on stdout piece by piece. With --json, one object with the whole result and the
     figures comes at the end instead.
 
-    A bundle built with `--shards N` is run by N processes:
-    `torchrun --standalone --nproc-per-node N -m llama_runtime run BUNDLE ...`.
+    A bundle built with `--shards N` is run by N processes, which torchrun starts; see the examples.
     """
     _check_usage(prompt, tokens, chat, system, stop)
     if prompt == STDIN and not ranks.is_follower():

@@ -34,6 +34,10 @@ EXAMPLES = (
         "For other machines, with a key:",
         f"{KEY_VARIABLE}=... llama-export serve serving --host 0.0.0.0",
     ),
+    (
+        "Two processes, each with half of the weights, for a bundle built with --shards 2:",
+        "torchrun --standalone --nproc-per-node 2 -m llama_runtime serve sharded",
+    ),
 )
 SERVER, BATCH, PROGRAM = "Server", "Batch", "Program"
 MEBIBYTE = 1 << 20
@@ -198,9 +202,8 @@ def command(
     /metrics (Prometheus) are for machines. The first SIGTERM or Ctrl-C lets open requests finish,
     a second Ctrl-C drops them.
 
-    A bundle built with `--shards N` is served by N processes:
-    `torchrun --standalone --nproc-per-node N -m llama_runtime serve BUNDLE ...`. Their launcher
-    cuts them off 30 seconds after a signal; its `--shutdown-timeout` changes that.
+    A bundle built with `--shards N` is served by N processes, which torchrun starts; see the
+    examples. It cuts them off 30 seconds after a signal, unless its --shutdown-timeout says more.
 
     Needs `pip install 'llama-export[serve]'`.
     """

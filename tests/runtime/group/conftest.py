@@ -1,4 +1,4 @@
-"""Bundles for several processes whose programs are those of one: what is tested is the group."""
+"""A bundle for several processes whose programs are those of one: what is tested is the group."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ from llama_artifacts.manifest import Cut
 def declared_bundle(short_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`prefill` and `decode` as pt2, declared to be of two shards, too. Do not write into it."""
     return declared(short_bundle, tmp_path_factory.mktemp("declared") / "b")
-
-
-@pytest.fixture(scope="session")
-def declared_serving_bundle(
-    tiny_packed_bundle: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The paged entries as pt2, declared to be of two shards, too. Do not write into it."""
-    return declared(tiny_packed_bundle, tmp_path_factory.mktemp("declared") / "b")
 
 
 def declared(bundle: Path, folder: Path) -> Path:

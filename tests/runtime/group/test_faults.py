@@ -23,7 +23,7 @@ from tests.runtime.group.processes import Job, started, wait_for
 pytestmark = pytest.mark.slow
 long = pytest.mark.long
 
-SECONDS = 20.0
+SECONDS = 30.0
 """Most from a death to the end of all, on a machine with other work; a second or two alone."""
 PROMPT = ["--tokens", "1 2 3", "--max-new", "8", "--format", "pt2"]
 
@@ -38,15 +38,35 @@ def words(declared_bundle: Path) -> list[object]:
     return ["run", declared_bundle, *PROMPT]
 
 
-def test_torchrun_starts_two_that_run_as_one(
-    declared_bundle: Path, words: list[object], tmp_path: Path
-) -> None:
+def test_torchrun_starts_two_that_run_as_one(sharded_bundle: Path, tmp_path: Path) -> None:
+    """Programs that are cut, whose collectives meet; elsewhere here they are whole."""
+    words = ["run", sharded_bundle, *PROMPT]
     with started(tmp_path / "job", 2, words, is_launched=True) as job:
         job.wait()
     assert job.launcher is not None
     assert job.launcher.returncode == 0, job.text
-    assert job.output == expected(declared_bundle)
+    assert job.output == expected(sharded_bundle)
     assert job.errors == []
+
+
+@long
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("1:2:kill", "rank 1 is gone: it was killed, or crashed"),
+        ("1:2:raise", "rank 1: a call failed: MemoryError: no room for this"),
+        ("1:2:hang", "Timed out waiting 6000ms"),
+    ],
+    ids=["kill", "raise", "hang"],
+)
+def test_a_fault_in_the_middle_of_a_collective(
+    sharded_bundle: Path, tmp_path: Path, fault: str, error: str
+) -> None:
+    words = ["run", sharded_bundle, *PROMPT, "--timeout", "6"]
+    with started(tmp_path / "job", 2, words, fault=fault) as job:
+        assert job.wait() < 6 + SECONDS, job.text
+    (line,) = job.errors
+    assert error in line
 
 
 @pytest.mark.parametrize(
@@ -162,8 +182,8 @@ def test_states_of_two_are_not_saved(words: list[object], tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def serving(declared_serving_bundle: Path) -> list[object]:
-    return ["serve", declared_serving_bundle, "--format", "pt2", "--rows", "2", "--port", "0"]
+def serving(sharded_bundle: Path) -> list[object]:
+    return ["serve", sharded_bundle, "--format", "pt2", "--rows", "2", "--port", "0"]
 
 
 def address(job: Job) -> str:
