@@ -1,10 +1,10 @@
 """Laws on programs that several processes run together.
 
-Each process, a rank, is this module run by the same interpreter. All of them check the same tasks in
-the same order, so that their collectives meet; each holds what it got against the oracle, and the
-worst of their findings counts. A rank is told its work on its standard input and answers with a line
-of JSON for each task. One in which a task failed cannot know where the others are: it ends, and so
-do they, and the tasks that are left are begun again by new ones.
+Each process, a rank, is this module run by the same interpreter. All of them check the same tasks
+in the same order, so that their collectives meet; each holds what it got against the oracle, and
+the worst of their findings counts. A rank is told its work on its standard input and answers with
+a line of JSON for each task. One in which a task failed cannot know where the others are: it
+ends, and so do they, and the tasks that are left are begun again by new ones.
 """
 
 from __future__ import annotations
