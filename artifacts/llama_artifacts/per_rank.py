@@ -89,8 +89,8 @@ def rank_weights(
 def collectives(manifest: Manifest, program: Program) -> tuple[Collective, ...]:
     """The collectives of one call of a program; none of a program of one shard.
 
-    Each layer sums the stream twice, after the attention's and the feed-forward's output, in float32
-    so that a sum is rounded once; the head gathers its logits (Shoeybi et al. 2019,
+    Each layer sums the stream twice, after the attention's and the feed-forward's output, in
+    float32 so that a sum is rounded once; the head gathers its logits (Shoeybi et al. 2019,
     arXiv:1909.08053, section 3).
     """
     if program.shards == 1:

@@ -1,10 +1,10 @@
 """Laws on programs that several processes run together.
 
-Each process, a rank, is this module run by the same interpreter. All of them check the same tasks in
-the same order, so that their collectives meet; each holds what it got against the oracle, and the
-worst of their findings counts. A rank is told its work on its standard input and answers with a line
-of JSON for each task. One in which a task failed cannot know where the others are: it ends, and so
-do they, and the tasks that are left are begun again by new ones.
+Each process, a rank, is this module run by the same interpreter. All of them check the same tasks
+in the same order, so that their collectives meet; each holds what it got against the oracle, and
+the worst of their findings counts. A rank is told its work on its standard input and answers with
+a line of JSON for each task. One in which a task failed cannot know where the others are: it
+ends, and so do they, and the tasks that are left are begun again by new ones.
 """
 
 from __future__ import annotations
@@ -224,8 +224,7 @@ def _work() -> None:
     os.dup2(2, 1)  # whatever prints must not answer
     if not end_with(work["parent"]):
         return
-    device = "cpu" if work["device"] == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
-    group = shards.join(device, timeout=TIMEOUT)
+    group = shards.join(work["device"], timeout=TIMEOUT)
     print("ready", file=answers, flush=True)
     folder, weights_dir = Path(work["folder"]), work["weights_dir"]
     manifest = open_bundle(folder).manifest
@@ -235,18 +234,26 @@ def _work() -> None:
         weights_dir=None if weights_dir is None else Path(weights_dir),
         group=group,
     )
-    formats: list[Format] = []
-    for name, numbers in work["tasks"]:
-        (law,) = registry.find([name])
-        task = Task(law, tuple(manifest.programs[number] for number in numbers))
-        formats.append(task.programs[-1].format)
-        if formats[-2:] != formats[-1:] * 2:
-            bench.drop(formats[-2:][0])
+    for task in _tasks(work["tasks"], manifest.programs, bench):
         answer = _answer(partial(task.find, bench), f"rank {group.rank}: ")
         print(json.dumps(asdict(answer)), file=answers, flush=True)
         if answer.has_failed:
             os._exit(1)  # without waiting for ranks that wait for this one
     shards.leave()
+
+
+def _tasks(
+    spelled: Sequence[tuple[str, list[int]]], programs: Sequence[Program], bench: Bench
+) -> Iterator[Task]:
+    """The tasks, and before those of another format the bench lets go of programs."""
+    before: Format | None = None
+    for name, numbers in spelled:
+        (law,) = registry.find([name])
+        task = Task(law, tuple(programs[number] for number in numbers))
+        if before is not None and before != task.programs[-1].format:
+            bench.drop(before)
+        before = task.programs[-1].format
+        yield task
 
 
 def _answer(find: Callable[[], Finding | None], who: str) -> _Answer:

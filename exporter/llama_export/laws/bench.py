@@ -89,6 +89,8 @@ class Bench:
     def _loaded(self, device: str, num_shards: int) -> llama_runtime.LoadedBundle:
         key = (device, num_shards > 1)
         if key not in self._bundles:
+            if device == "cuda" and self._group is not None:  # each process has its own
+                device = f"cuda:{torch.cuda.current_device()}"
             self._bundles[key] = llama_runtime.load(
                 self.folder,
                 device=device,
