@@ -12,7 +12,7 @@ import pytest
 
 from llama_artifacts.bundle import Bundle, open_bundle
 from llama_artifacts.errors import BuildError, CompatibilityError
-from llama_artifacts.manifest import Program, Source, Target
+from llama_artifacts.manifest import Cut, Program, Source, Target
 from llama_export.build import build
 from llama_export.checkpoint.config import config_from_hf
 from llama_export.cli.config import CHOICES
@@ -89,6 +89,15 @@ def test_default_variants_are_left_out() -> None:
     assert "variants" not in found
     assert found["isa"] == "avx512"
     assert choices(bundle(*programs[:2]))["variants"] == ["none"]
+
+
+def test_numbers_of_processes() -> None:
+    cuts = {"lm_head.weight": Cut("lm_head.weight", "rows")}
+    programs = (program("decode"), program("decode", shards=2))
+    assert choices(bundle(*programs, cuts=cuts))["shards"] == [1, 2]
+    assert "shards" not in choices(bundle(programs[0]))
+    with pytest.raises(CompatibilityError, match="entries for several numbers of shards"):
+        choices(bundle(*programs, program("prefill"), cuts=cuts))
 
 
 def test_variants_in_every_format() -> None:
