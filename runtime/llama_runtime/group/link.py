@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 import os
@@ -34,6 +35,7 @@ _HEAD = 4  # integers: kind, program, states, bytes of the payload
 _INLINE_BYTES = _FRAME_BYTES - 8 * _HEAD
 _TOKEN_BYTES = 16
 _REASON_SECONDS = 1.0
+_END_SECONDS = 2.0
 # The watch ends a wait; a quiet server may wait for long.
 _FOR_EVER = datetime.timedelta(days=3650)
 
@@ -95,6 +97,7 @@ class Link:
         self._watch: Watch | None = None
         self._is_open = group.size > 1
         self._is_torn = False
+        self._timeout = timeout
         if self._is_open:
             try:
                 wait = datetime.timedelta(seconds=timeout)
@@ -128,17 +131,21 @@ class Link:
             raise GroupError(reason.message, where=reason.where, hint=reason.hint)
         if self._is_torn:
             raise GroupError("an earlier call was interrupted, which the others may still be in")
+        try:
+            self._announce(message, self._timeout)
+        except RuntimeError as cause:
+            raise self.failure(cause) from cause
+
+    def _announce(self, message: Message, timeout: float) -> None:
+        """Returns when the followers take it, which they do when they have done all before it."""
         size = message.payload.numel()
         head = torch.tensor([message.kind, message.program, message.states, size])
         self._frame[: 8 * _HEAD] = head.view(torch.uint8)
         if size <= _INLINE_BYTES:
             self._frame[8 * _HEAD : 8 * _HEAD + size] = message.payload
-        try:
-            self._broadcast(self._frame)
-            if size > _INLINE_BYTES:
-                self._broadcast(message.payload)
-        except RuntimeError as cause:
-            raise self.failure(cause) from cause
+        self._broadcast(self._frame, timeout)
+        if size > _INLINE_BYTES:
+            self._broadcast(message.payload, timeout)
 
     def receive(self) -> Message:
         """The next message of the leader, however long it takes.
@@ -194,12 +201,9 @@ class Link:
         # A call that hangs keeps the lock; the others are then ended by the watch.
         is_whole = self._watch.reason() is None and not self._is_torn
         if self.is_leader and is_whole and self.lock.acquire(timeout=1.0):
-            try:
-                self.send(Message(Kind.END))
-            except GroupError:
-                pass  # it has told the others
-            finally:
-                self.lock.release()
+            with contextlib.suppress(RuntimeError):  # one hangs; the watch tells it, too
+                self._announce(Message(Kind.END), _END_SECONDS)
+            self.lock.release()
         self._is_open = False
         self._watch.close()
 
