@@ -62,7 +62,7 @@ def test_one_process_alone_is_told_how_to_start_two(only_two: Path, checkpoint: 
     with pytest.raises(CompatibilityError) as caught:
         llama_runtime.load(only_two, weights_dir=checkpoint)
     assert "expected 2 processes, for which the bundle has programs, got 1" in str(caught.value)
-    assert "torchrun --nproc-per-node 2 -m llama_runtime" in str(caught.value.hint)
+    assert "torchrun --standalone --nproc-per-node 2 -m llama_runtime" in str(caught.value.hint)
 
 
 def test_another_number_of_processes_is_refused(only_two: Path, checkpoint: Path) -> None:
@@ -153,7 +153,9 @@ def test_two_processes_run_native_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind", ["int4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fp8", "int8"))]
+)
 def test_codes_and_their_scales_are_cut(tmp_path: Path, kind: str) -> None:
     if kind == "fp8":
         model, changes = write_tiny_fp8(tmp_path / "model", **EIGHT_HEADS), {}
