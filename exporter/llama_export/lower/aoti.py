@@ -70,7 +70,7 @@ class AotiBackend:
         return replace(form, has_fp8_units=torch.cuda.get_device_capability() >= (8, 9))
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:
-        options, target = _options(place.device, place.isa)
+        options, target = _options_for(job, place)
         return {
             "torch": torch.__version__,
             "triton": version("triton"),
@@ -86,7 +86,7 @@ class AotiBackend:
         }
 
     def lower(self, job: Job, place: Place) -> Lowered:
-        options, target = _options(place.device, place.isa)
+        options, target = _options_for(job, place)
         program = trace(job)
         for name, info in job.weights.items():
             tensor = _value(name, info, job, place)
@@ -165,6 +165,16 @@ def compiler(options: dict[str, Any]) -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def _options_for(job: Job, place: Place) -> tuple[dict[str, Any], Target]:
+    options, target = _options(place.device, place.isa)
+    if job.form.is_sharded:
+        # A thread of Gloo holds on to the tensors of a collective for a moment after it. To let go
+        # of one that became a result, which Python has seen, it needs Python's lock, which the next
+        # call keeps while it waits for that thread: no such tensor may become a result.
+        options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+    return options, target
 
 
 def _options(device: str, isa: str | None) -> tuple[dict[str, Any], Target]:

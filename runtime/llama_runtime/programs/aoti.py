@@ -38,4 +38,7 @@ class AotiProgram:
     def run(
         self, inputs: list[torch.Tensor], states: list[torch.Tensor], sizes: Mapping[str, int]
     ) -> list[torch.Tensor]:
-        return list(self._run([*inputs, *states]))
+        # Below autograd, where torch has kernels of collectives that are written in Python: tensors
+        # that they see are let go of under Python's lock, which this call holds.
+        with torch._C._AutoDispatchBelowAutograd():
+            return list(self._run([*inputs, *states]))
