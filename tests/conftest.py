@@ -148,8 +148,13 @@ def tiny_packed_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer with eight query and four key/value heads, biases and a tied head, in float32."""
+    """One layer with eight query and four key/value heads, biases and a tied head, in float32.
+
+    Parts for four processes are large enough for native code: it has tensors of up to eight values
+    written into it.
+    """
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    sizes["head_dim"] = 16
     options = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     return write_tiny(tmp_path_factory.mktemp("checkpoint") / "sharded", **sizes, **options)
 
