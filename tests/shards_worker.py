@@ -20,7 +20,7 @@ from llama_runtime import shards, vectors
 from llama_runtime.entry import Entry
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Outputs of all calls, then the states after them."""
+"""Outputs of all calls, those rows that somebody reads, then the states after them."""
 
 
 def main(whole: Path, parts: Path) -> None:
@@ -49,7 +49,11 @@ def _results(entry: Entry, calls: vectors.Vectors) -> Results:
     states = entry.new_states(**calls.sizes) if entry.signature.states else None
     outputs = []
     for call in calls.calls:
-        outputs += entry.run(states, {name: t.clone() for name, t in call.inputs.items()})
+        found = entry.run(states, {name: t.clone() for name, t in call.inputs.items()})
+        for spec, output in zip(entry.signature.outputs, found, strict=True):
+            if spec.name in call.rows:  # what idle rows give depends on the format
+                width = call.outputs[spec.name].shape[1]
+                outputs.append(output.reshape(-1, width)[call.rows[spec.name].long()])
     return outputs, [] if states is None else states.tensors()
 
 
