@@ -29,11 +29,10 @@ _COLUMNS = 32
 
 # Of a thread: calls that make the blocks of all weights in turn.
 _LOOP = """
-  const int64_t blocks = {num_blocks};
-  #pragma omp for schedule(dynamic, llama_export::chunk(blocks))
-  for (int64_t block = 0; block < blocks; ++block) {{
-    {calls}
-  }}
+  for (int64_t block, end; blocks.take(&block, &end);)
+    for (; block < end; ++block) {{
+      {calls}
+    }}
 """
 # Many rows, where the library is better at them.
 _LIBRARY = """
@@ -44,11 +43,13 @@ _LIBRARY = """
 """
 _SHARED = """{{{library}
   const llama_export::Given<{dtype}> given(x, num, {width}, {has_pairs});
+  llama_export::Blocks blocks({num_blocks});
   #pragma omp parallel
   {{{loop}  }}
 }}
 """
 _OWN = """{{
+  llama_export::Blocks blocks({num_blocks});
   #pragma omp parallel
   llama_export::with_rows<{kind}>(x, [&](const auto& rows) {{{loop}  }});
 }}
@@ -79,6 +80,7 @@ class Products(_Products):
             width=width,
             has_pairs=f"num > {_FEW}" if has_bf16 else "false",
             library=_library(num, rows, width) if has_bf16 and dtypes[0] == dtypes[1] else "",
+            num_blocks=_num_blocks(rows),
             loop=_loop(rows, calls),
         )
         return headers("vectors", "products"), self._parameters(dtypes, len(rows)), body
@@ -103,10 +105,15 @@ class CodedProducts(_Products):
         loop = _loop(rows, [f"{name}, w{i}, s{i}, {size}" for i, size in enumerate(rows)])
         if few:
             kind = f"{dtypes[0]}, {dtypes[1]}, {few}, {width}, {group}"
-            body = _OWN.format(kind=kind, loop=loop)
+            body = _OWN.format(kind=kind, num_blocks=_num_blocks(rows), loop=loop)
         else:
             body = _SHARED.format(
-                dtype=dtypes[0], width=width, has_pairs="true", library="", loop=loop
+                dtype=dtypes[0],
+                width=width,
+                has_pairs="true",
+                library="",
+                num_blocks=_num_blocks(rows),
+                loop=loop,
             )
         parameters = self._parameters(dtypes, len(rows))
         return headers("vectors", "products", "integers"), parameters, body
@@ -130,15 +137,16 @@ def _few(num: Any) -> int:
 
 def _loop(rows: Sequence[int], calls: Sequence[str]) -> str:
     """The blocks of weights of so many rows; each call lacks its last arguments."""
-    lines, num_blocks, offset, total = [], 0, 0, sum(rows)
-    for size, call in zip(rows, calls, strict=True):
-        end = num_blocks + -(-size // _COLUMNS)
-        lines.append(
-            f"if (block < {end}) "
-            f"llama_export::{call}, block - {num_blocks}, y + {offset}, {total});"
-        )
-        num_blocks, offset = end, offset + size
-    return _LOOP.format(num_blocks=num_blocks, calls="\n    else ".join(lines))
+    lines = []
+    for i, call in enumerate(calls):
+        first, end = _num_blocks(rows[:i]), _num_blocks(rows[: i + 1])
+        place = f"block - {first}, y + {sum(rows[:i])}, {sum(rows)}"
+        lines.append(f"if (block < {end}) llama_export::{call}, {place});")
+    return _LOOP.format(calls="\n      else ".join(lines))
+
+
+def _num_blocks(rows: Sequence[int]) -> int:
+    return sum(-(-size // _COLUMNS) for size in rows)
 
 
 @register_lowering(torch.ops.llama_export.products.default, type_promotion_kind=None)

@@ -117,9 +117,8 @@ struct Places {
         }
         fetch_run(keys, i);
         const float* from = reinterpret_cast<const float*>(run(keys, i));
-        for (int k = 0; k < Words; k += 16)
-          at::vec::transpose_mxn<float, 16, 16>(from + k, Words, panel + k * columns + i - j,
-                                                columns);
+        for (int k = 0; k < Words; k += side)
+          turn(from + k, Words, panel + k * columns + i - j, columns);
       }
       for (int h = 0; h < rows; h += std::min(rows, Tile::max_rows))
         Tile::template tile<std::min(rows, Tile::max_rows)>(q + h * Words, Words, panel,

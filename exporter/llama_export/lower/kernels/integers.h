@@ -231,17 +231,18 @@ inline void decoded_rows_of(const Given<X>& x, const W* codes, const at::BFloat1
   scales += first * (width / Group);
   y += first;
   float* panel = scratch<1, float>(columns * width);
-  const char* next = reinterpret_cast<const char*>(codes + here * (width / per_byte<W>));
+  const Ahead ahead{reinterpret_cast<const char*>(codes + here * (width / per_byte<W>)),
+                    columns * (width / per_byte<W>)};
 #if defined(CPU_CAPABILITY_AVX512)
   if (x.has_pairs) {
     const float* words = decoded<at::BFloat16, Group>(codes, scales, width, here);
-    lay_out(words, width / 2, here, next, panel);
-    return multiply<Pairs>(x.pairs(), x.num, width / 2, panel, here, y, total);
+    lay_out(words, width / 2, here, panel);
+    return multiply<Pairs>(x.pairs(), x.num, width / 2, panel, here, y, total, ahead);
   }
 #endif
   const float* words = decoded<float, Group>(codes, scales, width, here);
-  lay_out(words, width, here, next, panel);
-  multiply<Floats>(x.wide, x.num, width, panel, here, y, total);
+  lay_out(words, width, here, panel);
+  multiply<Floats>(x.wide, x.num, width, panel, here, y, total, ahead);
 }
 
 }  // namespace llama_export

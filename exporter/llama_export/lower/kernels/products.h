@@ -7,6 +7,8 @@
 #define LLAMA_EXPORT_PRODUCTS
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
+#include <atomic>
+
 namespace llama_export {
 
 constexpr int few = 3;
@@ -59,37 +61,56 @@ inline void dot(const float* x, const W* w, int64_t width, Y* y, int64_t total) 
 }
 
 // Lays `here` rows [words] of 32 bits out as a panel [words, columns]; what is missing is zero.
-// `next` is read soon: fetched meanwhile, as the one stream that 16 rows at a time are not.
-inline void lay_out(const float* rows, int64_t words, int64_t here, const char* next,
-                    float* panel) {
-  constexpr int side = 16, line = 64;
+inline void lay_out(const float* rows, int64_t words, int64_t here, float* panel) {
   const int64_t whole = here == columns ? words / side * side : 0;
   for (int first = 0; first < columns; first += side)
-    for (int64_t k = 0; k < whole; k += side) {
-      for (int i = 0; i < side; ++i) __builtin_prefetch(next + i * line, 0, 2);
-      next += side * line;
-      at::vec::transpose_mxn<float, side, side>(rows + first * words + k, words,
-                                                panel + k * columns + first, columns);
-    }
+    for (int64_t k = 0; k < whole; k += side)
+      turn(rows + first * words + k, words, panel + k * columns + first, columns);
   for (int64_t k = whole; k < words; ++k)
     for (int64_t i = 0; i < columns; ++i)
       panel[k * columns + i] = i < here ? rows[i * words + k] : 0.0f;
 }
 
-// Tiles of some rows of x times a panel: y[m * stride + i].
+// Memory that is read soon. Tiles fetch it while they are computed, some lines at a time, as the
+// one stream that many rows are not.
+struct Ahead {
+  static constexpr int64_t line = 64;
+  const char* next = nullptr;
+  int64_t num_bytes = 0;
+
+  // A share for one of so many tiles of so many words: `num_bytes` for each `side` of them.
+  Ahead share(int64_t tile, int64_t tiles, int64_t words) const {
+    const int64_t lines = (num_bytes / line + tiles - 1) / tiles;
+    const int64_t pieces = (words + side - 1) / side;
+    return {next + tile * lines * line, (lines + pieces - 1) / pieces * line};
+  }
+
+  // Inlined, since GCC takes out calls of a function that does nothing but this.
+  __attribute__((always_inline)) void fetch() {
+    for (int64_t i = 0; i < num_bytes; i += line) __builtin_prefetch(next + i, 0, 2);
+    next += num_bytes;
+  }
+};
+
+// Tiles of some rows of x times a panel: y[m * stride + i]. Each `side` words, some of `ahead` is
+// fetched.
 
 // A word is a float.
 struct Floats {
   static constexpr int max_rows = lanes == 16 ? 12 : 3;
+  template <typename Y>
+  static constexpr bool has_result = std::is_same_v<Y, float>;
 
   template <int Num>
-  static void tile(const float* x, int64_t words, const float* panel, float* y, int64_t stride) {
+  static void tile(const float* x, int64_t words, const float* panel, float* y, int64_t stride,
+                   Ahead ahead = {}) {
     Float sums[Num][parts];
 #pragma GCC unroll 16
     for (int m = 0; m < Num; ++m)
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) sums[m][p] = Float(0.0f);
     for (int64_t k = 0; k < words; ++k) {
+      if (k % side == 0) ahead.fetch();
       Float weights[parts];
 #pragma GCC unroll 16
       for (int p = 0; p < parts; ++p) weights[p] = Float::loadu(panel + k * columns + p * lanes);
@@ -110,20 +131,23 @@ struct Floats {
 // A word is two bf16, which some CPUs multiply in pairs.
 struct Pairs {
   static constexpr int max_rows = 12;
+  template <typename Y>
+  static constexpr bool has_result = std::is_same_v<Y, float> || std::is_same_v<Y, at::BFloat16>;
 
   static bool is_there() {
     static const bool found = __builtin_cpu_supports("avx512bf16");
     return found;
   }
 
-  template <int Num>
+  template <int Num, typename Y>
   __attribute__((target("avx512bf16"))) static void tile(const float* x, int64_t words,
-                                                         const float* panel, float* y,
-                                                         int64_t stride) {
+                                                         const float* panel, Y* y, int64_t stride,
+                                                         Ahead ahead = {}) {
     __m512 sums[Num][2];
 #pragma GCC unroll 16
     for (int m = 0; m < Num; ++m) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < words; ++k) {
+      if (k % side == 0) ahead.fetch();
       const __m512bh low = (__m512bh)_mm512_load_ps(panel + k * columns);
       const __m512bh high = (__m512bh)_mm512_load_ps(panel + k * columns + 16);
 #pragma GCC unroll 16
@@ -135,35 +159,41 @@ struct Pairs {
     }
 #pragma GCC unroll 16
     for (int m = 0; m < Num; ++m) {
-      _mm512_storeu_ps(y + m * stride, sums[m][0]);
-      _mm512_storeu_ps(y + m * stride + 16, sums[m][1]);
+      if constexpr (std::is_same_v<Y, float>) {
+        _mm512_storeu_ps(y + m * stride, sums[m][0]);
+        _mm512_storeu_ps(y + m * stride + 16, sums[m][1]);
+      } else {
+        _mm512_storeu_si512(y + m * stride, (__m512i)_mm512_cvtne2ps_pbh(sums[m][1], sums[m][0]));
+      }
     }
   }
 };
 #endif
 
-template <typename Tile, int Num>
-inline void tile(int64_t num, const float* x, int64_t words, const float* panel, float* y,
-                 int64_t stride) {
-  if (num == Num) return Tile::template tile<Num>(x, words, panel, y, stride);
-  if constexpr (Num > 1) tile<Tile, Num - 1>(num, x, words, panel, y, stride);
+template <typename Tile, int Num, typename Y>
+inline void tile(int64_t num, const float* x, int64_t words, const float* panel, Y* y,
+                 int64_t stride, Ahead ahead) {
+  if (num == Num) return Tile::template tile<Num>(x, words, panel, y, stride, ahead);
+  if constexpr (Num > 1) tile<Tile, Num - 1>(num, x, words, panel, y, stride, ahead);
 }
 
 // All rows of x [num, words] times a panel, of which `here` columns are wanted.
 template <typename Tile, typename Y>
 inline void multiply(const float* x, int64_t num, int64_t words, const float* panel, int64_t here,
-                     Y* y, int64_t total) {
+                     Y* y, int64_t total, const Ahead& ahead) {
   float edge[Tile::max_rows * columns];
   const int64_t tiles = (num + Tile::max_rows - 1) / Tile::max_rows;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t first = num * t / tiles, size = num * (t + 1) / tiles - first;
-    if constexpr (std::is_same_v<Y, float>) {
+    const Ahead share = ahead.share(t, tiles, words);
+    if constexpr (Tile::template has_result<Y>) {
       if (here == columns) {
-        tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, y + first * total, total);
+        tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, y + first * total, total,
+                                   share);
         continue;
       }
     }
-    tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, edge, columns);
+    tile<Tile, Tile::max_rows>(size, x + first * words, words, panel, edge, columns, share);
     for (int64_t m = 0; m < size; ++m)
       at::vec::convert(edge + m * columns, y + (first + m) * total, here);
   }
@@ -214,23 +244,24 @@ inline void rows_of(const Given<X>& x, const W* w, int64_t num_rows, int64_t blo
   if (num == 2) return each(std::integral_constant<int, 2>());
   if (num == 3) return each(std::integral_constant<int, 3>());
   float* panel = scratch<1, float>(columns * width);
-  const char* next = reinterpret_cast<const char*>(w + here * width);
+  const Ahead ahead{reinterpret_cast<const char*>(w + here * width),
+                    columns * width * static_cast<int64_t>(sizeof(W))};
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<X, at::BFloat16> && std::is_same_v<W, at::BFloat16>) {
     if (x.has_pairs) {
-      lay_out(reinterpret_cast<const float*>(w), width / 2, here, next, panel);
-      return multiply<Pairs>(x.pairs(), num, width / 2, panel, here, y, total);
+      lay_out(reinterpret_cast<const float*>(w), width / 2, here, panel);
+      return multiply<Pairs>(x.pairs(), num, width / 2, panel, here, y, total, ahead);
     }
   }
 #endif
   if constexpr (std::is_same_v<W, float>) {
-    lay_out(w, width, here, next, panel);
+    lay_out(w, width, here, panel);
   } else {
     float* wide = scratch<0, float>(columns * width);
     at::vec::convert(w, wide, here * width);
-    lay_out(wide, width, here, next, panel);
+    lay_out(wide, width, here, panel);
   }
-  multiply<Floats>(x.wide, num, width, panel, here, y, total);
+  multiply<Floats>(x.wide, num, width, panel, here, y, total, ahead);
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -265,10 +296,26 @@ inline void by_library(const at::BFloat16* x, int64_t num, int64_t width, const 
 }
 #endif
 
-// So many blocks a thread takes at once that one which is late does not keep the others waiting.
-inline int64_t chunk(int64_t blocks) {
-  return std::clamp<int64_t>(blocks / (8 * omp_get_num_threads()), 1, 64);
-}
+// Blocks of work that threads take, some at a time: fewer toward the end, so that a thread which is
+// late does not keep the others waiting.
+class Blocks {
+ public:
+  explicit Blocks(int64_t num) : num(num) {}
+
+  // The next ones, from `begin` to `end`; whether there are any.
+  bool take(int64_t* begin, int64_t* end) {
+    *begin = next.load(std::memory_order_relaxed);
+    do {
+      if (*begin >= num) return false;
+      *end = *begin + std::max<int64_t>(1, (num - *begin) / (4 * omp_get_num_threads()));
+    } while (!next.compare_exchange_weak(*begin, *end, std::memory_order_relaxed));
+    return true;
+  }
+
+ private:
+  const int64_t num;
+  std::atomic<int64_t> next{0};
+};
 
 }  // namespace llama_export
 #endif
