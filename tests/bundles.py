@@ -20,8 +20,8 @@ from llama_artifacts.manifest import (
     Program,
     Source,
     Target,
-    to_json,
 )
+from llama_artifacts.manifest_file import to_json
 from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec
 
 VOCAB_SIZE, HIDDEN_SIZE, MAX_SEQ = 8, 4, 16

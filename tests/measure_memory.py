@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import llama_runtime
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.signature import Signature, resolve
 from llama_runtime.states import torch_dtype
 
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "--case":
         sys.stdout.write(json.dumps(measure(*json.loads(arguments[1]))))
         return
-    programs = manifests.read(Path(arguments[0])).programs
+    programs = manifest_file.read(Path(arguments[0])).programs
     there = {(program.entry, program.format) for program in programs}
     sys.stdout.write("| entry | call | format | activations | added | sum | peak | sum/peak |\n")
     sys.stdout.write("|---|---|---|---|---|---|---|---|\n")

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe, difference
 from llama_artifacts.errors import BuildError, IntegrityError
-from llama_artifacts.links import leads_out
+from llama_artifacts.links import LINK_HINT, leads_out
 from llama_artifacts.manifest import File, Manifest
 from llama_artifacts.strict_json import printable
 
@@ -55,7 +56,7 @@ def open_bundle(folder: Path) -> Bundle:
         ManifestError: no manifest, or a malformed one.
         IntegrityError: a file is missing, is not a plain file, has another size, or is a link out.
     """
-    bundle = Bundle(folder, manifests.read(folder))
+    bundle = Bundle(folder, manifest_file.read(folder))
     for name, file in bundle.manifest.files.items():
         if (complaint := misfit(bundle.path(name), file)) is not None:
             raise complaint
@@ -147,7 +148,7 @@ def put_file(folder: Path, name: str, data: bytes) -> None:
         BuildError: the folder cannot be written.
     """
     with _changing(folder, folder / name):
-        manifest = manifests.read(folder)
+        manifest = manifest_file.read(folder)
         if name in manifest.files:
             others = {key: file for key, file in manifest.files.items() if key != name}
             _write_manifest(folder, replace(manifest, files=others))
@@ -176,7 +177,7 @@ def rewrite_manifest(bundle: Bundle, manifest: Manifest) -> None:
     """
     path = bundle.path(manifests.FILE_NAME)
     with _changing(bundle.folder, path):
-        if manifests.read(bundle.folder) != bundle.manifest:
+        if manifest_file.read(bundle.folder) != bundle.manifest:
             message = "it changed since it was opened"
             raise IntegrityError(message, where=path, hint="verify it again")
         _write_manifest(bundle.folder, manifest)
@@ -199,7 +200,7 @@ def _changing(folder: Path, where: Path) -> Iterator[None]:
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    _replace_bytes(folder / manifests.FILE_NAME, manifests.to_json(manifest))
+    _replace_bytes(folder / manifests.FILE_NAME, manifest_file.to_json(manifest))
 
 
 def _replace_bytes(path: Path, data: bytes) -> None:
@@ -362,7 +363,7 @@ def misfit(path: Path, file: File) -> IntegrityError | None:
         return IntegrityError("expected a plain file", where=path, hint=_HINT)
     if is_out:
         message = "expected no link out of the bundle"
-        return IntegrityError(message, where=path, hint=manifests.LINK_HINT)
+        return IntegrityError(message, where=path, hint=LINK_HINT)
     if status.st_size != file.bytes:
         message = f"damaged: {status.st_size:,} bytes, expected {file.bytes:,}"
         return IntegrityError(message, where=path, hint=_HINT)

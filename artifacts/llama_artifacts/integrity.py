@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import Bundle, misfit, open_bundle
 from llama_artifacts.digests import Part, num_processors, parts, told
 from llama_artifacts.errors import IntegrityError
@@ -86,7 +86,7 @@ def check(
         ManifestError: no manifest, or a malformed one.
         IntegrityError: the folder cannot be listed.
     """
-    bundle = Bundle(folder, manifests.read(folder))
+    bundle = Bundle(folder, manifest_file.read(folder))
     files = bundle.manifest.files
     faults = [fault for name in files if (fault := _misfit(bundle, name)) is not None]
     if faults and advance is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+LINK_HINT = "copy the bundle with its files in place of the links (cp -rL)"
+
 
 def leads_out(path: Path) -> bool:
     """Whether a file of a bundle is a link to a file outside of its folder.

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama_artifacts import manifest as manifests
-from llama_artifacts import signature_file
+from llama_artifacts import manifest_file, signature_file
 from llama_artifacts.bundle import Bundle, check_digest, check_names, open_bundle, put_signature
 from llama_artifacts.digests import sha256
 from llama_artifacts.errors import IntegrityError, LlamaExportError, SignatureError
@@ -209,7 +208,7 @@ def _open(folder: Path, signature: SignatureFile) -> Bundle:
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != signature.digests.get(FILE_NAME):
         raise SignatureError("changed since it was signed", where=path, hint=CHANGED_HINT)
-    manifest = manifests.from_json(data, where=path)
+    manifest = manifest_file.from_json(data, where=path)
     signed = {name: digest for name, digest in signature.digests.items() if name != FILE_NAME}
     listed = {name: file.sha256 for name, file in manifest.files.items()}
     if manifest != bundle.manifest or signed != listed:

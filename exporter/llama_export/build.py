@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import check_space, staging
 from llama_artifacts.digests import describe
 from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Model, Program
@@ -120,7 +121,7 @@ def _prove(blueprint: Blueprint, manifest: Manifest, folder: Path, reporter: Rep
 
 
 def _put(folder: Path, manifest: Manifest) -> None:
-    (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    (folder / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
 
 
 def _write_assets(assets: Mapping[str, bytes], folder: Path) -> None:

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import (
     Bundle,
     check_space,
@@ -153,7 +153,7 @@ def _fetch_manifest(
         raise TransferError(f"not a bundle: it has no `{FILE_NAME}`", where=place, hint=hint)
     HfApi().hf_hub_download(name, FILE_NAME, revision=commit, local_dir=partial)
     try:
-        return manifests.read(partial)
+        return manifest_file.read(partial)
     except ManifestError:
         (partial / FILE_NAME).unlink()
         raise

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from llama_artifacts import manifest as manifests
 from llama_artifacts.dtypes import BY_NAME
 from llama_artifacts.errors import ManifestError
-from llama_artifacts.manifest import FORMATS, from_json, to_json
+from llama_artifacts.manifest import FORMATS
+from llama_artifacts.manifest_file import from_json, to_json
 from llama_artifacts.signature import Bounds, Dim, Signature, StateSpec, TensorSpec
 from tests.bundles import CONTENTS, sample_manifest
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from llama_artifacts import codec, integrity, manifest, safetensors, signature, strict_json
+from llama_artifacts import (
+    codec,
+    integrity,
+    manifest,
+    manifest_file,
+    safetensors,
+    signature,
+    strict_json,
+)
 from llama_artifacts.dtypes import BY_NAME
 from llama_artifacts.limits import FileName, split
 from llama_artifacts.schema import manifest_schema
@@ -20,7 +28,7 @@ _, (FILE_NAME,) = split(FileName)
     [
         f"# The bundle format, version {manifest.SCHEMA_MAJOR}.{manifest.SCHEMA_MINOR}",
         f"MUST match `{FILE_NAME.schema()['pattern'][1:-1]}`",
-        f"at most {manifest.MAX_MANIFEST_BYTES // 2**20} MiB, at most 2^{strict_json.MAX_VALUES.bit_length() - 1}\n",
+        f"at most {manifest_file.MAX_MANIFEST_BYTES // 2**20} MiB, at most 2^{strict_json.MAX_VALUES.bit_length() - 1}\n",
         f"more than {manifest.BLOCK_BYTES // 2**20} MiB ({manifest.BLOCK_BYTES:,} bytes)",
         f"at most {strict_json.MAX_DEPTH} levels",
         f"at most {codec.MAX_TEXT_CHARS:,} characters",

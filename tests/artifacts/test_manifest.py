@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.errors import CompatibilityError, ManifestError
-from llama_artifacts.manifest import FILE_NAME, MAX_MANIFEST_BYTES, from_json, to_json
+from llama_artifacts.manifest import FILE_NAME
+from llama_artifacts.manifest_file import MAX_MANIFEST_BYTES, from_json, to_json
 from llama_artifacts.signature import StateSpec
 from tests.artifacts.manifest_samples import WHERE, changed, message, nodes, sample_value, samples
 from tests.bundles import sample_manifest
@@ -159,7 +161,7 @@ def test_what_is_no_json_object_is_refused(data: bytes, expected: str) -> None:
 
 def test_a_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(to_json(sample_manifest()))
-    assert manifests.read(tmp_path) == sample_manifest()
+    assert manifest_file.read(tmp_path) == sample_manifest()
 
 
 def write_nothing(path: Path) -> None:
@@ -205,7 +207,7 @@ def test_a_folder_that_is_no_bundle_is_named(
     folder = tmp_path / "b"
     make(folder / FILE_NAME)
     with pytest.raises(ManifestError) as caught:
-        manifests.read(folder)
+        manifest_file.read(folder)
     assert str(caught.value) == f"{folder}{expected}"
     assert caught.value.hint == "point at the folder that `llama-export build` wrote"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_artifacts.errors import LlamaExportError, ManifestError
-from llama_artifacts.manifest import from_json, to_json
+from llama_artifacts.manifest_file import from_json, to_json
 from tests.artifacts.manifest_samples import WHERE, nodes, sample_value
 from tests.bundles import sample_manifest
 

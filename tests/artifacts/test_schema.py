@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 
 from llama_artifacts.errors import LlamaExportError
-from llama_artifacts.manifest import Manifest, from_json, to_json
+from llama_artifacts.manifest import Manifest
+from llama_artifacts.manifest_file import from_json, to_json
 from tests.artifacts.manifest_samples import sample_value, samples
 from tests.bundles import sample_manifest
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llama_artifacts import bundle as bundles
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import check_space, open_bundle, staging
 from llama_artifacts.errors import BuildError
 from tests.artifacts.writers import build, names, num_descriptors, other_process, raiser
@@ -254,15 +254,15 @@ def old(tmp_path: Path) -> Path:
 def test_a_bundle_is_replaced_at_once_by_a_whole_one(old: Path) -> None:
     with staging(old, replaces=True) as folder:
         write_sample(folder, name="new")
-        assert manifests.read(old).name == "old"
-    assert manifests.read(old).name == "new"
+        assert manifest_file.read(old).name == "old"
+    assert manifest_file.read(old).name == "new"
     assert [path.name for path in old.parent.iterdir()] == ["b"]
 
 
 def test_where_nothing_is_to_be_replaced_the_new_one_appears(tmp_path: Path) -> None:
     with staging(tmp_path / "b", replaces=True) as folder:
         write_sample(folder)
-    assert manifests.read(tmp_path / "b")
+    assert manifest_file.read(tmp_path / "b")
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, ValueError])
@@ -304,5 +304,5 @@ def test_a_file_system_without_exchange_is_told(old: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ctypes, "CDLL", lambda *words, **options: Libc)
     with pytest.raises(BuildError, match="cannot exchange"), staging(old, replaces=True) as folder:
         write_sample(folder, name="new")
-    assert manifests.read(old).name == "old"
+    assert manifest_file.read(old).name == "old"
     assert [path.name for path in old.parent.iterdir()] == ["b"]

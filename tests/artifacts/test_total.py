@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llama_artifacts.errors import IntegrityError, LlamaExportError
-from llama_artifacts.manifest import FILE_NAME, WEIGHTS_NAME, from_json, to_json
+from llama_artifacts.manifest import FILE_NAME, WEIGHTS_NAME
+from llama_artifacts.manifest_file import from_json, to_json
 from llama_artifacts.safetensors import parse_header
 from tests.artifacts.complaining import complaint
 from tests.artifacts.patches import patched, reseal

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from llama_artifacts import integrity
 from llama_artifacts.digests import describe, sha256
-from llama_artifacts.manifest import FILE_NAME, to_json
+from llama_artifacts.manifest import FILE_NAME
+from llama_artifacts.manifest_file import to_json
 from tests.bundles import sample_manifest, write_sample
 
 NUM_PROCESSORS = len(os.sched_getaffinity(0))

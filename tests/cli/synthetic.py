@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import staging
 from llama_artifacts.digests import describe
 from llama_artifacts.manifest import Check, Manifest, Model, Program, Source, Target
@@ -105,5 +106,5 @@ def write_bundle(folder: Path, files: dict[str, bytes] = FILES, **changes: Any) 
             weights_headers={"weights.safetensors": "0" * 64},
         )
         manifest = dataclasses.replace(manifest, **changes)
-        (stage / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+        (stage / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
     return folder

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llama_artifacts.digests import describe
-from llama_artifacts.manifest import BLOCK_BYTES, FILE_NAME, WEIGHTS_NAME, to_json
+from llama_artifacts.manifest import BLOCK_BYTES, FILE_NAME, WEIGHTS_NAME
+from llama_artifacts.manifest_file import to_json
 from tests.artifacts.complaining import complaint
 from tests.artifacts.patches import apply, write_base
 from tests.artifacts.test_malformed import TABLE

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from tests.cpp.building import output_of
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def test_a_program_of_another_machine_is_refused(
 ) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     programs = tuple(
         dataclasses.replace(
             program,
@@ -48,7 +49,7 @@ def test_a_program_of_another_machine_is_refused(
     file = next(p.file for p in programs if (p.entry, p.format) == ("prefill", "aoti"))
     (bundle / file).write_bytes(b"x" * (bundle / file).stat().st_size)  # damaged, too
     manifest = dataclasses.replace(manifest, programs=programs)
-    (bundle / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    (bundle / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
     options = ("--tokens", "1", "--format", "aoti")
     text = output_of(build_folder / "llama-run", bundle, *options, status=1)
     assert f"error: {file}: {line}" in text

@@ -10,6 +10,7 @@ import pytest
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import describe
 from llama_export.build import build
 from llama_export.recipe import Recipe
@@ -56,7 +57,9 @@ def test_every_program_passes_its_vectors(
 ) -> None:
     bundle: Path = request.getfixturevalue(name)
     lines = output_of(onnx_build_folder / "llama-run", bundle, "--vectors", *ONNX).splitlines()
-    programs = [p for p in manifests.read(bundle).programs if p.format == "onnx" and not p.variant]
+    programs = [
+        p for p in manifest_file.read(bundle).programs if p.format == "onnx" and not p.variant
+    ]
     assert [line.split()[:3] for line in lines] == [["ok", p.entry, "onnx"] for p in programs]
 
 
@@ -94,9 +97,9 @@ def test_another_program_in_its_place_is_refused(
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     shutil.copyfile(tiny_bundle / other, bundle / "decode.onnx")
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     files = {**manifest.files, "decode.onnx": describe(bundle / "decode.onnx")}
     manifest = dataclasses.replace(manifest, files=files)
-    (bundle / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    (bundle / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
     text = output_of(onnx_build_folder / "llama-run", bundle, *TOKENS, *ONNX, status=1)
     assert f"error: {bundle}/decode.onnx: {line}" in text

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import llama_runtime
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.manifest import Cut
 from llama_runtime.sampling import Sampler, SamplingParams
 from tests.cpp.building import configure, output_of
@@ -131,7 +131,7 @@ def test_programs_of_several_processes_are_refused_by_name(
     build_folder: Path, tiny_bundle: Path, tmp_path: Path
 ) -> None:
     """Nothing of them is opened: these are whole, and only declared to be parts."""
-    programs = manifests.read(tiny_bundle).programs
+    programs = manifest_file.read(tiny_bundle).programs
     parts = tuple(dataclasses.replace(p, shards=2) for p in programs if p.format != "onnx")
     cuts = {"none": Cut("x", "rows")}
     bundle = copied(tiny_bundle, tmp_path / "b", programs=parts, cuts=cuts)

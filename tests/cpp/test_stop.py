@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import describe
 from llama_runtime.stop import StopStrings
 from tests.cpp.building import output_of
@@ -60,10 +61,10 @@ def readable(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(bundle / "tokenizer.json"))
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     files = {**manifest.files, "tokenizer.json": describe(bundle / "tokenizer.json")}
     manifest = dataclasses.replace(manifest, files=files)
-    (bundle / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    (bundle / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
     return bundle
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.bundle import put_file, staging
 from llama_artifacts.errors import BuildError
 from llama_artifacts.integrity import check_whole
@@ -55,7 +56,7 @@ def test_a_killed_build_leaves_the_old_bundle_or_the_new_one(
     started = time.monotonic()
     subprocess.run(command, env=environment(), check=True, **quiet)  # type: ignore[call-overload]
     whole = time.monotonic() - started
-    before = manifests.read(old), manifests.read(target)
+    before = manifest_file.read(old), manifest_file.read(target)
     shutil.rmtree(target)
     shutil.copytree(old, target)
     moments = random.Random(int(number))
@@ -119,7 +120,7 @@ def test_a_disk_that_fills_up_leaves_the_old_bundle(
     with pytest.raises(BuildError, match="the file system is full"):
         build(recipe(tiny_checkpoint, kept, overwrites=True))
     assert [path.name for path in folder.iterdir()] == ["bundle"]
-    assert manifests.read(kept) == manifests.read(old)
+    assert manifest_file.read(kept) == manifest_file.read(old)
 
 
 def test_a_read_only_bundle_runs_and_is_not_written(
@@ -142,7 +143,7 @@ def test_a_read_only_bundle_runs_and_is_not_written(
 @pytest.mark.parametrize("name", ["with space", "ünïcödé ☃", "-dash", "a'b\"c", "new\nline"])
 def test_a_bundle_may_be_moved_and_called_anything(old: Path, tmp_path: Path, name: str) -> None:
     moved = shutil.copytree(old, tmp_path / name)
-    assert check_whole(moved).manifest == manifests.read(old)
+    assert check_whole(moved).manifest == manifest_file.read(old)
     entry = llama_runtime.load(moved).entry("next_token")
     assert entry(tokens=[[1, 2, 3]]).shape == (1, 128)
 

@@ -22,6 +22,7 @@ import torch
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.safetensors import read_header
 from llama_export.model.linear import RMSNorm
 from llama_export.model.rope import rotations
@@ -57,7 +58,7 @@ def test_weights_equal_those_that_transformers_reads(smollm2_f32: Path, oracle_f
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     num_parameters = sum(tensor.numel() for tensor in actual.values())
-    assert num_parameters == manifests.read(smollm2_f32).model.num_parameters == NUM_PARAMETERS
+    assert num_parameters == manifest_file.read(smollm2_f32).model.num_parameters == NUM_PARAMETERS
 
 
 def test_rope_table_is_that_of_transformers(smollm2_f32: Path, oracle_f32: Oracle) -> None:
@@ -252,7 +253,7 @@ def _rms(x: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", BUNDLES)
 def test_bundle_holds_the_weights_once(smollm2_bundles: dict[str, Path], name: str) -> None:
     folder = smollm2_bundles[name]
-    manifest = manifests.read(folder)
+    manifest = manifest_file.read(folder)
     weights_bytes = NUM_PARAMETERS * {"f32": 4, "bf16": 2}[manifest.dtype]
     bundle_bytes = sum(path.stat().st_size for path in folder.iterdir())
     assert bundle_bytes <= 1.05 * weights_bytes + 2 * MIB * len(manifest.programs)
@@ -373,7 +374,7 @@ def test_verify_passes(
     report = json.loads(done.stdout)
     assert report["passed"]
     checked = {(x["entry"], x["format"]) for x in report["checks"] if x["law"] == "parity"}
-    assert checked == {(p.entry, p.format) for p in manifests.read(folder).programs}
+    assert checked == {(p.entry, p.format) for p in manifest_file.read(folder).programs}
 
 
 def test_verify_refuses_a_flipped_bit(cli: CLI, smollm2_bf16: Path, tmp_path: Path) -> None:

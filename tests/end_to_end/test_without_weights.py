@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_export import presets
 from tests.cli.running import environment
 
@@ -89,7 +89,7 @@ def test_eight_billion_parameters_need_little_memory(tmp_path: Path, name: str) 
     peak_kib = int(done.stderr.rpartition("peak ")[2])
     _LOG.info("%.1f s, peak %d KiB", time.perf_counter() - started, peak_kib)
     assert peak_kib < 3 * 2**20
-    manifest = manifests.read(output)
+    manifest = manifest_file.read(output)
     assert manifest.model.num_parameters == 8_030_261_248
     assert [(p.entry, p.format) for p in manifest.programs] == [("decode", "pt2")]
     is_fp8 = name.endswith("fp8")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.errors import TokenizerError
 from llama_export.build import BuildResult, build, describe_rope
 from llama_export.checkpoint.config import RopeConfig
@@ -35,7 +36,7 @@ class Record(Reporter):
 
 def built(recipe: Recipe, **changes: Any) -> tuple[BuildResult, manifests.Manifest]:
     result = build(replace(recipe, **changes))
-    return result, manifests.read(result.folder)
+    return result, manifest_file.read(result.folder)
 
 
 def test_the_result_says_what_lies_in_the_folder(recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.manifest import Manifest, Program
 from llama_artifacts.per_rank import Collective, collectives
 from llama_artifacts.signature import show
@@ -62,7 +62,7 @@ def sharded(manifest: Manifest) -> list[Program]:
 
 
 def test_the_formula_is_what_the_graph_of_every_entry_does(sharded_bundle: Path) -> None:
-    manifest = manifests.read(sharded_bundle)
+    manifest = manifest_file.read(sharded_bundle)
     programs = sharded(manifest)
     assert {kind(program.entry) for program in programs} == {kind(spec.name) for spec in ENTRIES}
     for program in programs:
@@ -73,7 +73,7 @@ def test_the_formula_is_what_the_graph_of_every_entry_does(sharded_bundle: Path)
 
 
 def test_the_build_proved_every_program_under_its_processes(sharded_bundle: Path) -> None:
-    manifest = manifests.read(sharded_bundle)
+    manifest = manifest_file.read(sharded_bundle)
     checked = {(c.entry, c.format) for c in manifest.checks if c.law == "parity" and c.shards == 2}
     assert checked == {(program.label, program.format) for program in sharded(manifest)}
     assert all(check.figure <= 1e-5 for check in manifest.checks if check.law == "parity")

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 import llama_runtime
 from llama_artifacts.errors import ChoiceError, CompatibilityError
-from llama_artifacts.manifest import Program, read
+from llama_artifacts.manifest import Program
+from llama_artifacts.manifest_file import read
 from llama_export.build import build
 from llama_export.cache import ProgramCache
 from llama_export.recipe import Recipe

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 import llama_runtime
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.errors import ChoiceError, CompatibilityError
-from llama_artifacts.manifest import Quantized, read
+from llama_artifacts.manifest import Quantized
+from llama_artifacts.manifest_file import read
 from llama_export import rerun
 from llama_export.build import build
 from llama_export.rebuild import differences

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.errors import InputError, VerificationError
 from llama_artifacts.manifest import FORMATS, Manifest, Program
 from llama_export.build import build
@@ -70,7 +70,7 @@ def whole(bundle: Path) -> dict[tuple[str, str], CheckResult]:
 
 
 def program_of(bundle: Path, entry: str) -> tuple[Manifest, Program]:
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     return manifest, next(p for p in manifest.programs if registry.kind(p.entry) == entry)
 
 
@@ -94,7 +94,7 @@ class SabotagedBench(Bench):
 
 @pytest.fixture(scope="module")
 def bench(bundle: Path) -> Bench:
-    return Bench(bundle, manifests.read(bundle))
+    return Bench(bundle, manifest_file.read(bundle))
 
 
 def found(bench: Bench, law: str, entry: str, change: Change) -> Finding:
@@ -501,7 +501,7 @@ def test_keys_finds_a_draw_from_elsewhere(bench: Bench) -> None:
 
 
 def test_formats_finds_one_that_differs(tiny_bundle: Path) -> None:
-    manifest = manifests.read(tiny_bundle)
+    manifest = manifest_file.read(tiny_bundle)
     programs = [program for program in manifest.programs if program.entry == "decode"]
     bench, law = Bench(tiny_bundle, manifest), registry.find(["formats"])[0].load()
     assert law(bench, programs).passed
@@ -576,10 +576,10 @@ def test_entries_and_laws_can_be_chosen(bundle: Path) -> None:
 
 def test_results_are_recorded_in_place_of_earlier_ones(bundle: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(bundle, tmp_path / "copy")
-    before = manifests.read(copy)
+    before = manifest_file.read(copy)
     results = verify(copy, laws=("causal", "parity", "layout"), entries=("decode",))
     record(copy, results)
-    after = manifests.read(copy)
+    after = manifest_file.read(copy)
     assert dataclasses.replace(after, checks=()) == dataclasses.replace(before, checks=())
     keys = [(check.law, check.entry, check.format) for check in after.checks]
     assert len(set(keys)) == len(keys)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from llama_artifacts.errors import BuildError
-from llama_artifacts.manifest import Program, read
+from llama_artifacts.manifest import Program
+from llama_artifacts.manifest_file import read
 from llama_export import trace as tracing
 from llama_export.lower import aoti
 from llama_export.lower.archive import write_archive

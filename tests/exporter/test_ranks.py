@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
 from llama_artifacts.errors import VerificationError
 from llama_export import verify
@@ -32,7 +33,7 @@ ENTRIES = ("forward", "prefill", "decode")
 def bundle(sharded_bundle: Path, tmp_path: Path) -> Path:
     """Some entries for one process and for two."""
     folder = shutil.copytree(sharded_bundle, tmp_path / "bundle")
-    programs = [p for p in manifests.read(folder).programs if p.entry in ENTRIES]
+    programs = [p for p in manifest_file.read(folder).programs if p.entry in ENTRIES]
     write(folder, programs=tuple(programs))
     return folder
 
@@ -41,8 +42,8 @@ def write(folder: Path, **changes: Any) -> None:
     """The manifest with some fields changed, fitted to the files."""
     names = sorted(path.name for path in folder.iterdir() if path.name != manifests.FILE_NAME)
     files = {name: describe(folder / name) for name in names}
-    manifest = replace(manifests.read(folder), files=files, **changes)
-    (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    manifest = replace(manifest_file.read(folder), files=files, **changes)
+    (folder / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
 
 
 def of_two(results: Sequence[CheckResult]) -> list[tuple[str, str, bool]]:
@@ -91,14 +92,14 @@ def test_every_law_for_shards_is_checked_of_each_program(
     assert decode.figure <= 1e-5
     assert not children()
     verify.record(bundle, results)
-    checks = manifests.read(bundle).checks
+    checks = manifest_file.read(bundle).checks
     parity = [check for check in checks if (check.law, check.entry) == ("parity", "decode")]
     assert {(check.format, check.shards) for check in parity} >= {("pt2", 1), ("pt2", 2)}
 
 
 def test_a_build_refuses_a_program_that_computes_something_else(bundle: Path) -> None:
     keys, values = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
-    cuts = manifests.read(bundle).cuts
+    cuts = manifest_file.read(bundle).cuts
     write(bundle, cuts={**cuts, keys: cuts[values]})
     with pytest.raises(VerificationError, match=r"max diff \d") as caught:
         verify.check_programs(bundle, reporter=Reporter())

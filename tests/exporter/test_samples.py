@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.manifest import Source
 from llama_export import presets
 from llama_export.build import build
@@ -75,7 +75,7 @@ def test_samples_are_those_of_both_and_are_kept(bundle: Path, tiny_checkpoint: P
     assert stored["samples"][3]["tokens"] == list(samples[3].tokens)
     assert stored["max_new"] == 32
     assert stored["reference"].startswith("transformers ")
-    assert FILE_NAME in manifests.read(bundle).files
+    assert FILE_NAME in manifest_file.read(bundle).files
     assert all(result.passed for result in verify(bundle))
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
 from llama_artifacts.errors import IntegrityError, VerificationError
 from llama_artifacts.manifest import vectors_name
@@ -51,14 +52,14 @@ def change(bundle: Path, entry: str, edit: Callable[[bytearray], None]) -> None:
     data = bytearray(path.read_bytes())
     edit(data)
     path.write_bytes(data)
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     files = {**manifest.files, path.name: describe(path)}
-    data = manifests.to_json(replace(manifest, files=files))
+    data = manifest_file.to_json(replace(manifest, files=files))
     (bundle / manifests.FILE_NAME).write_bytes(data)
 
 
 def test_every_entry_has_small_vectors_that_every_program_meets(small: Path) -> None:
-    manifest = manifests.read(small)
+    manifest = manifest_file.read(small)
     names = [vectors_name(entry) for entry in manifest.entries()]
     assert "generate-6.vectors.safetensors" in names
     for name in names:
@@ -72,8 +73,8 @@ def test_every_entry_has_small_vectors_that_every_program_meets(small: Path) -> 
 
 def test_vectors_are_the_same_each_time(bundle: Path) -> None:
     weights = map_weights(bundle / "weights.safetensors")
-    names = write_vectors(bundle, manifests.read(bundle), weights)
-    manifest = manifests.read(bundle)
+    names = write_vectors(bundle, manifest_file.read(bundle), weights)
+    manifest = manifest_file.read(bundle)
     assert all(describe(bundle / name) == manifest.files[name] for name in names)
 
 
@@ -125,9 +126,9 @@ def test_vectors_that_expect_nothing_fail(bundle: Path) -> None:
 
 def test_a_program_that_cannot_be_run_fails(bundle: Path) -> None:
     (bundle / "decode.pt2").write_bytes(b"noise")
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     files = {**manifest.files, "decode.pt2": describe(bundle / "decode.pt2")}
-    (bundle / "manifest.json").write_bytes(manifests.to_json(replace(manifest, files=files)))
+    (bundle / "manifest.json").write_bytes(manifest_file.to_json(replace(manifest, files=files)))
     failed = [result for result in vectors.check(bundle) if not result.passed]
     assert [result.entry for result in failed] == ["decode"]
     assert "cannot be run" in failed[0].detail
@@ -158,9 +159,9 @@ def test_only_the_vectors_are_checked_unless_a_law_is_named(small: Path) -> None
 
 
 def test_a_bundle_without_vectors(bundle: Path) -> None:
-    manifest = manifests.read(bundle)
+    manifest = manifest_file.read(bundle)
     files = {name: file for name, file in manifest.files.items() if "vectors" not in name}
-    (bundle / "manifest.json").write_bytes(manifests.to_json(replace(manifest, files=files)))
+    (bundle / "manifest.json").write_bytes(manifest_file.to_json(replace(manifest, files=files)))
     assert vectors.check(bundle) == ()
     with pytest.raises(VerificationError, match="no test vectors"):
         verify(bundle, uses_vectors=True)

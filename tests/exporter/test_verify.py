@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
 from llama_artifacts.errors import IntegrityError, ManifestError, VerificationError
 from llama_artifacts.manifest import Manifest
@@ -49,9 +50,9 @@ def rewrite(
     bundle: Path, change: Callable[[Manifest], Manifest] = lambda manifest: manifest
 ) -> None:
     """Writes the manifest anew, so that it fits the files: a forger's work."""
-    manifest = change(manifests.read(bundle))
+    manifest = change(manifest_file.read(bundle))
     files = {name: describe(bundle / name) for name in manifest.files}
-    data = manifests.to_json(replace(manifest, files=files))
+    data = manifest_file.to_json(replace(manifest, files=files))
     (bundle / manifests.FILE_NAME).write_bytes(data)
 
 
@@ -72,13 +73,13 @@ def test_a_whole_bundle_passes(small: Path) -> None:
     results = verify(small)
     assert all(result.passed for result in results)
     assert {(r.entry, r.format) for r in results if r.law == "parity"} == {
-        (program.entry, program.format) for program in manifests.read(small).programs
+        (program.entry, program.format) for program in manifest_file.read(small).programs
     }
     assert all(0 <= result.figure < 1e-5 for result in results)
 
 
 def test_what_the_build_found_is_in_the_manifest(small: Path) -> None:
-    manifest = manifests.read(small)
+    manifest = manifest_file.read(small)
     found = {(check.law, check.entry, check.format) for check in manifest.checks}
     decode = [p for p in manifest.programs if p.entry == "decode"]
     assert found == {

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants
 
 import llama_runtime
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
 from llama_artifacts.errors import BuildError, ChoiceError, CompatibilityError, IntegrityError
 from llama_artifacts.manifest import BLOCK_BYTES, WEIGHTS_NAME, File, Source
@@ -76,7 +76,7 @@ def test_every_law_holds(bundles: dict[str, Path], checkpoint: Path, mode: str) 
     results = verify(bundles[mode], weights_dir=checkpoint, uses_vectors=True, laws=("layout",))
     assert {result.law for result in results} == {"integrity", "layout", "vectors"}
     assert all(result.passed for result in results)
-    recorded = {check.law for check in manifests.read(bundles[mode]).checks}
+    recorded = {check.law for check in manifest_file.read(bundles[mode]).checks}
     assert recorded == {"layout", "parity", "room"}  # they were run when it was built
 
 
@@ -87,14 +87,14 @@ def test_the_weights_are_there_once(bundles: dict[str, Path], checkpoint: Path) 
         assert (link / name).read_bytes() == data
         assert not (link / name).is_symlink()
         assert not (reference / name).exists()
-        recorded = manifests.read(reference).referenced[name]
-        assert recorded == manifests.read(link).files[name]
+        recorded = manifest_file.read(reference).referenced[name]
+        assert recorded == manifest_file.read(link).files[name]
         assert recorded.bytes == len(data)
     for folder in (link, reference):
         assert (folder / WEIGHTS_NAME).stat().st_size < 500  # the rotary frequencies alone
     with pytest.raises(KeyError):
-        manifests.read(reference).files[SHARDS[0]]
-    assert not manifests.read(link).referenced
+        manifest_file.read(reference).files[SHARDS[0]]
+    assert not manifest_file.read(link).referenced
 
 
 def test_the_checkpoint_is_not_touched(checkpoint: Path, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_headers_alone_make_a_bundle_that_was_not_run(
         ),
     )
     folder = made(cut, tmp_path / "b", weights="reference")
-    assert not manifests.read(folder).checks
+    assert not manifest_file.read(folder).checks
     assert verify(folder, weights_dir=checkpoint, laws=("parity",))[-1].passed
     tokens = random_tokens(1, 20)
     loaded = llama_runtime.load(folder, format="onnx", weights_dir=checkpoint)

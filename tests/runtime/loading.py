@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
 from llama_artifacts.manifest import FILE_NAME, FORMATS, WEIGHTS_NAME, Manifest, Program
 from llama_artifacts.safetensors import read_header
@@ -86,13 +86,13 @@ def copied(bundle: Path, target: Path, **changes: Any) -> Path:
 
 def reduced(bundle: Path, target: Path, keeps: Callable[[Program], bool]) -> Path:
     """A copy of a bundle with some of its programs."""
-    programs = tuple(p for p in manifests.read(bundle).programs if keeps(p))
+    programs = tuple(p for p in manifest_file.read(bundle).programs if keeps(p))
     return copied(bundle, target, programs=programs)
 
 
 def rewrite(bundle: Path, change: Callable[[Manifest], Manifest]) -> None:
-    manifest = change(manifests.read(bundle))
-    (bundle / FILE_NAME).write_bytes(manifests.to_json(manifest))
+    manifest = change(manifest_file.read(bundle))
+    (bundle / FILE_NAME).write_bytes(manifest_file.to_json(manifest))
 
 
 def rewrite_programs(bundle: Path, change: Callable[[Program], Program]) -> None:
@@ -101,7 +101,7 @@ def rewrite_programs(bundle: Path, change: Callable[[Program], Program]) -> None
 
 def sealed(bundle: Path, name: str) -> None:
     """Makes the manifest agree with a file that was changed, as an attacker would."""
-    files = {**manifests.read(bundle).files, name: describe(bundle / name)}
+    files = {**manifest_file.read(bundle).files, name: describe(bundle / name)}
     rewrite(bundle, lambda manifest: dataclasses.replace(manifest, files=files))
 
 
@@ -117,7 +117,7 @@ def sealed_header(bundle: Path) -> None:
 
 
 def program_file(bundle: Path, entry: str, format: str) -> Path:
-    for program in manifests.read(bundle).programs:
+    for program in manifest_file.read(bundle).programs:
         if (program.entry, program.format) == (entry, format):
             return bundle / program.file
     raise KeyError(entry, format)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import llama_runtime
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.errors import InputError
 from llama_artifacts.manifest import FORMATS, Format
 from llama_export.entries import registry
@@ -233,7 +233,9 @@ def calls(bundles: tuple[LoadedBundle, ...], tokens: torch.Tensor, expected: tor
 
 
 def test_every_entry_is_there_in_every_format(tiny_bundle: Path, tiny_packed_bundle: Path) -> None:
-    programs = [p for f in (tiny_bundle, tiny_packed_bundle) for p in manifests.read(f).programs]
+    programs = [
+        p for f in (tiny_bundle, tiny_packed_bundle) for p in manifest_file.read(f).programs
+    ]
     found = {(program.entry.partition("<")[0], program.format) for program in programs}
     assert found == {(spec.method, format) for spec in registry.entries() for format in FORMATS}
 

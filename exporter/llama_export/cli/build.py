@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.manifest import FORMATS
 from llama_artifacts.places import CACHE_VARIABLE
 from llama_artifacts.summary import show_bytes
@@ -333,7 +333,7 @@ def _show(result: BuildResult) -> None:
 
 
 def _next_commands(folder: Path) -> list[str]:
-    manifest = manifests.read(folder)
+    manifest = manifest_file.read(folder)
     path = shlex.quote(str(folder))
     if path.startswith("-"):
         path = f"./{path}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
 from llama_artifacts.manifest import Cut
 
@@ -22,7 +23,7 @@ def declared_bundle(short_bundle: Path, tmp_path_factory: pytest.TempPathFactory
 def declared(bundle: Path, folder: Path) -> Path:
     """A copy in which each pt2 program is there once more, as one of two shards."""
     shutil.copytree(bundle, folder)
-    manifest = manifests.read(folder)
+    manifest = manifest_file.read(folder)
     whole = [program for program in manifest.programs if program.format == "pt2"]
     parts = [replace(p, shards=2, file=f"{Path(p.file).stem}.2-shards.pt2") for p in whole]
     for program, part in zip(whole, parts, strict=True):
@@ -34,5 +35,5 @@ def declared(bundle: Path, folder: Path) -> Path:
         files={name: describe(folder / name) for name in names},
         cuts={"none": Cut("x", "rows")},  # a name that no program binds
     )
-    (folder / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    (folder / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
     return folder

@@ -18,6 +18,7 @@ import pytest
 
 import llama_runtime
 from llama_artifacts import manifest as manifests
+from llama_artifacts import manifest_file
 from tests.runtime.group.processes import Job, started, wait_for
 
 pytestmark = pytest.mark.slow
@@ -150,8 +151,8 @@ def test_another_bundle_in_one_rank_is_refused(
     declared_bundle: Path, words: list[object], tmp_path: Path
 ) -> None:
     other = shutil.copytree(declared_bundle, tmp_path / "other")
-    manifest = dataclasses.replace(manifests.read(other), stop_tokens=(5,))
-    (other / manifests.FILE_NAME).write_bytes(manifests.to_json(manifest))
+    manifest = dataclasses.replace(manifest_file.read(other), stop_tokens=(5,))
+    (other / manifests.FILE_NAME).write_bytes(manifest_file.to_json(manifest))
     with started(tmp_path / "job", 2, words, fault=f"1:0:bundle={other}") as job:
         job.wait()
     (error,) = job.errors
