@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from llama_artifacts.errors import ChoiceError, LlamaExportError
+from llama_artifacts.manifest import FORMATS, Format
 from llama_runtime.cli import errors, output
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound="DataclassInstance")
 Example = tuple[str, str]
 
 CONTEXT: dict[str, Any] = {
@@ -19,7 +25,7 @@ CONTEXT: dict[str, Any] = {
     "max_content_width": 100,
     "show_default": True,
 }
-OPTIONS = "Options"
+OPTIONS, PROGRAM = "Options", "Program"
 
 
 class Option(click.Option):
@@ -90,6 +96,12 @@ def option(*names: str, group: str = OPTIONS, **settings: Any) -> Callable[[F], 
     return click.option(*names, cls=Option, group=group, **settings)
 
 
+def take(kind: type[T], values: dict[str, Any]) -> T:
+    """The options that a dataclass has fields for, as one; they leave a command's `values`."""
+    names = [field.name for field in fields(kind) if field.name in values]
+    return kind(**{name: values.pop(name) for name in names})
+
+
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 """A folder; whether it is a bundle is found out by opening it."""
 
@@ -107,4 +119,85 @@ weights_dir_option = option(
     metavar="DIR",
     show_default="the hub's cache, or a download",
     help="The checkpoint's folder, for a bundle that refers to its weights.",
+)
+
+# --- what `run` and `serve` load ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """A bundle and how it is loaded: the options below, and `--weights-dir`."""
+
+    bundle: Path
+    format: Format | None
+    device: str
+    threads: int | None
+    no_native: bool
+    weights_dir: Path | None
+    require_signature: Path | None
+    timeout: float
+    no_cuda_graphs: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What `llama_runtime.load` takes beside the bundle."""
+        return {
+            "device": self.device,
+            "format": self.format,
+            "threads": self.threads,
+            "allow_native": not self.no_native,
+            "weights_dir": self.weights_dir,
+            "require_signature": self.require_signature,
+            "cuda_graphs": False if self.no_cuda_graphs else None,
+        }
+
+
+format_option = option(
+    "--format",
+    group=PROGRAM,
+    type=click.Choice(FORMATS),
+    show_default="the best that fits this machine",
+    help="The format to run.",
+)
+
+device_option = option(
+    "--device",
+    group=PROGRAM,
+    default="cpu",
+    metavar="DEVICE",
+    help="`cpu`, `cuda`, or one GPU such as `cuda:1`.",
+)
+
+threads_option = option(
+    "--threads",
+    group=PROGRAM,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="one per core",
+    help="CPU threads.",
+)
+
+native_option = option(
+    "--no-native",
+    group=PROGRAM,
+    is_flag=True,
+    show_default=False,
+    help="Refuse compiled programs (aoti): they are code, and run with your rights.",
+)
+
+timeout_option = option(
+    "--timeout",
+    group=PROGRAM,
+    type=click.FloatRange(min=1),
+    default=120.0,
+    metavar="SECONDS",
+    help="Started by torchrun: how long a process waits for another that hangs.",
+)
+
+signature_option = option(
+    "--require-signature",
+    group=PROGRAM,
+    type=click.Path(path_type=Path),
+    metavar="KEY",
+    show_default="unsigned bundles run, too",
+    help="Refuse a bundle that is not signed by this public key (a PEM file), or that changed since.",
 )

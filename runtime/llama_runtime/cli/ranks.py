@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from llama_artifacts.errors import LlamaExportError
 from llama_runtime.cli import errors, signals
-from llama_runtime.cli.options import F, option
 
 if TYPE_CHECKING:
     from llama_runtime import LoadedBundle
@@ -20,21 +19,8 @@ if TYPE_CHECKING:
 
 RANK_VARIABLE = "RANK"
 _LEADER = "0"
-DEFAULT_TIMEOUT = 120.0
 _END_SECONDS = 5.0
 """How long a process may take to end by itself when the group has lost another."""
-
-
-def timeout_option(*, group: str) -> Callable[[F], F]:
-    """`--timeout`."""
-    return option(
-        "--timeout",
-        group=group,
-        type=click.FloatRange(min=1),
-        default=DEFAULT_TIMEOUT,
-        metavar="SECONDS",
-        help="Started by torchrun: how long a process waits for another that hangs.",
-    )
 
 
 def is_follower() -> bool:

@@ -5,21 +5,30 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llama_artifacts.manifest import FORMATS, Format
 from llama_runtime.cli import output, ranks
+from llama_runtime.cli.figures import Figures, follow, make_figures, show_stats
 from llama_runtime.cli.options import (
+    PROGRAM,
     Command,
+    LoadOptions,
     bundle_argument,
     checked_text,
+    device_option,
+    format_option,
     json_option,
+    native_option,
     option,
+    signature_option,
+    take,
+    threads_option,
+    timeout_option,
     weights_dir_option,
 )
 
@@ -50,36 +59,69 @@ EXAMPLES = (
     ),
     ("Token ids in, token ids out:", 'llama-export run smollm2-135m --tokens "1 9690 198"'),
 )
-PROMPT, PROGRAM = "Prompt (one of -p and --tokens)", "Program"
-LENGTH, SAMPLING = "Length and end", "Sampling"
-STATES = "States on disk"
+PROMPT, LENGTH = "Prompt (one of -p and --tokens)", "Length and end"
+SAMPLING, STATES = "Sampling", "States on disk"
 STDIN = "-"
 
 
-class Stream(Protocol):
-    """What `llama_runtime` generates: iterated, it fills `tokens` and then `finish_reason`."""
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a prompt and how it is put, or token ids."""
 
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def prompt_tokens(self) -> Sequence[int]: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    def resume(self, path: Path) -> int: ...
-    def save(self, path: Path) -> None: ...
+    prompt: str | None
+    tokens: tuple[int, ...] | None
+    chat: bool | None
+    system: str | None
+    stop: tuple[str, ...]
+
+    def check(self) -> None:
+        """Refuses options that contradict each other, as wrong usage."""
+        is_chat = self.chat is not None or self.system is not None
+        if (self.prompt is None) == (self.tokens is None):
+            raise click.UsageError("expected one of `-p TEXT` and `--tokens IDS`")
+        if self.tokens is not None and (is_chat or self.stop):
+            raise click.UsageError("`--chat`, `--system` and `--stop` need `-p TEXT`")
+        if self.system is not None and self.chat is False:
+            raise click.UsageError("`--system` needs a chat; got `--no-chat`")
+        if "" in self.stop:
+            raise click.UsageError("expected a text after `--stop`, got none")
+
+    def stream(self, loaded: LoadedBundle, settings: dict[str, Any]) -> Any:
+        """The tokens that follow the tokens, or the text that follows the prompt."""
+        if self.tokens is not None:
+            return loaded.generate_tokens(self.tokens, **settings)
+        assert self.prompt is not None  # check
+        return loaded.generate(
+            self.prompt, stop=self.stop, chat=self.chat, system=self.system, **settings
+        )
+
+    def pieces(self, stream: Any) -> Iterable[str]:
+        """What is written of a stream: its text, or its tokens with spaces between."""
+        return stream if self.tokens is None else _spaced(stream)
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What `--stats` and `--json` tell of a run; None where there were too few tokens to tell."""
+class StateFiles:
+    """The options of the group `States on disk`."""
 
-    finish_reason: str | None
-    prompt_tokens: int
-    resumed_tokens: int
-    new_tokens: int
-    load_s: float
-    ttft_ms: float | None
-    decode_tok_s: float | None
+    load_state: Path | None
+    save_state: Path | None
+
+    def check(self, loaded: LoadedBundle) -> None:
+        """Refuses them where states are parts of a whole, as `llama_runtime.snapshot.check_alone`."""
+        if self.load_state is not None or self.save_state is not None:
+            from llama_runtime import snapshot
+
+            snapshot.check_alone(loaded.group, loaded.folder)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a question; `text` is what is written of it."""
+
+    text: str
+    tokens: list[int]
+    figures: Figures
 
 
 def _token_ids(
@@ -185,35 +227,10 @@ def _token_ids(
     show_default="a fresh one",
     help="Makes the draws repeatable.",
 )
-@option(
-    "--format",
-    group=PROGRAM,
-    type=click.Choice(FORMATS),
-    show_default="the best that fits this machine",
-    help="The format to run.",
-)
-@option(
-    "--device",
-    group=PROGRAM,
-    default="cpu",
-    metavar="DEVICE",
-    help="`cpu`, `cuda`, or one GPU such as `cuda:1`.",
-)
-@option(
-    "--threads",
-    group=PROGRAM,
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="one per core",
-    help="CPU threads.",
-)
-@option(
-    "--no-native",
-    group=PROGRAM,
-    is_flag=True,
-    show_default=False,
-    help="Refuse compiled programs (aoti): they are code, and run with your rights.",
-)
+@format_option
+@device_option
+@threads_option
+@native_option
 @option(
     "--no-cuda-graphs",
     group=PROGRAM,
@@ -237,16 +254,9 @@ def _token_ids(
     show_default="nothing is kept",
     help="At the end, write what was read of the prompt and the new tokens to this file, for any bundle over the same weights.",
 )
-@ranks.timeout_option(group=PROGRAM)
+@timeout_option
 @weights_dir_option
-@option(
-    "--require-signature",
-    group=PROGRAM,
-    type=click.Path(path_type=Path),
-    metavar="KEY",
-    show_default="unsigned bundles run, too",
-    help="Refuse a bundle that is not signed by this public key (a PEM file), or that changed since.",
-)
+@signature_option
 @option(
     "--stats",
     is_flag=True,
@@ -254,28 +264,7 @@ def _token_ids(
     help="Print times and counts to stderr at the end.",
 )
 @json_option
-def command(
-    *,
-    bundle: Path,
-    prompt: str | None,
-    tokens: tuple[int, ...] | None,
-    chat: bool | None,
-    system: str | None,
-    stop: tuple[str, ...],
-    format: Format | None,
-    device: str,
-    threads: int | None,
-    no_native: bool,
-    no_cuda_graphs: bool,
-    weights_dir: Path | None,
-    require_signature: Path | None,
-    timeout: float,
-    load_state: Path | None,
-    save_state: Path | None,
-    stats: bool,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def command(*, stats: bool, as_json: bool, **values: Any) -> None:
     """Generate text or tokens from a bundle.
 
     BUNDLE is the folder that `llama-export build` wrote.
@@ -285,76 +274,46 @@ def command(
 
     A bundle built with `--shards N` is run by N processes, which torchrun starts; see the examples.
     """
-    _check_usage(prompt, tokens, chat, system, stop)
-    if prompt == STDIN and not ranks.is_follower():
-        prompt = _read_stdin()
-    with ranks.joined(device, timeout) as group:
+    question, files = take(Question, values), take(StateFiles, values)
+    loading = take(LoadOptions, values)
+    question.check()
+    if question.prompt == STDIN and not ranks.is_follower():
+        question = replace(question, prompt=_read_stdin())
+    answer = _generate(loading, question, files, values, is_shown=not as_json)
+    if answer is None:
+        return
+    if as_json:
+        result = {"text": answer.text} if question.tokens is None else {"tokens": answer.tokens}
+        output.write_json({**result, **vars(answer.figures)})
+    if stats:
+        show_stats(answer.figures)
+
+
+def _generate(
+    loading: LoadOptions,
+    question: Question,
+    files: StateFiles,
+    settings: dict[str, Any],
+    *,
+    is_shown: bool,
+) -> Answer | None:
+    """The answer, shown as it comes; None in a process that has followed the leader to its end."""
+    with ranks.joined(loading.device, loading.timeout) as group:
         with output.waiting("loading"):
             started = time.perf_counter()
-            loaded = group.load(
-                bundle,
-                device=device,
-                format=format,
-                threads=threads,
-                allow_native=not no_native,
-                weights_dir=weights_dir,
-                require_signature=require_signature,
-                cuda_graphs=False if no_cuda_graphs else None,
-            )
+            loaded = group.load(loading.bundle, **loading.settings())
             if loaded is None:
-                return
-            if save_state is not None or load_state is not None:
-                from llama_runtime import snapshot
-
-                snapshot.check_alone(loaded.group, loaded.folder)
+                return None
+            files.check(loaded)
             # The programs are loaded here, too; the first step comes with the first piece.
-            words = {"stop": stop, "chat": chat, "system": system}
-            stream = _stream(loaded, prompt, tokens, words, settings)
-            num_resumed = 0 if load_state is None else stream.resume(load_state)
+            stream = question.stream(loaded, settings)
+            num_resumed = 0 if files.load_state is None else stream.resume(files.load_state)
         load_s = time.perf_counter() - started
-        pieces: Iterable[str] = stream if tokens is None else _spaced(stream)
-        write: Callable[[str], None] = _discard if as_json else output.write_piece
-        started = time.perf_counter()
-        text, times = _follow(pieces, stream, write, ends_line=not as_json)
-        if save_state is not None:
-            stream.save(save_state)
-    figures = _figures(stream, num_resumed, load_s, started, times)
-    if as_json:
-        result = {"text": text} if tokens is None else {"tokens": list(stream.tokens)}
-        output.write_json({**result, **vars(figures)})
-    if stats:
-        _show_stats(figures)
-
-
-def _check_usage(
-    prompt: str | None,
-    tokens: tuple[int, ...] | None,
-    chat: bool | None,
-    system: str | None,
-    stop: tuple[str, ...],
-) -> None:
-    if (prompt is None) == (tokens is None):
-        raise click.UsageError("expected one of `-p TEXT` and `--tokens IDS`")
-    if tokens is not None and (chat is not None or system is not None or stop):
-        raise click.UsageError("`--chat`, `--system` and `--stop` need `-p TEXT`")
-    if system is not None and chat is False:
-        raise click.UsageError("`--system` needs a chat; got `--no-chat`")
-    if "" in stop:
-        raise click.UsageError("expected a text after `--stop`, got none")
-
-
-def _stream(
-    loaded: LoadedBundle,
-    prompt: str | None,
-    tokens: tuple[int, ...] | None,
-    words: dict[str, Any],
-    settings: dict[str, Any],
-) -> Any:
-    """The tokens that follow tokens, or the text that follows a prompt; `words` are for text alone."""
-    if tokens is not None:
-        return loaded.generate_tokens(tokens, **settings)
-    assert prompt is not None  # _check_usage
-    return loaded.generate(prompt, **words, **settings)
+        text, times = follow(question.pieces(stream), stream, is_shown=is_shown)
+        if files.save_state is not None:
+            stream.save(files.save_state)
+    figures = make_figures(stream, times, num_resumed=num_resumed, load_s=load_s)
+    return Answer(text, list(stream.tokens), figures)
 
 
 def _read_stdin() -> str:
@@ -370,57 +329,3 @@ def _spaced(tokens: Iterable[int]) -> Iterator[str]:
     for token in tokens:
         yield f"{separator}{token}"
         separator = " "
-
-
-def _follow(
-    pieces: Iterable[str], stream: Stream, write: Callable[[str], None], *, ends_line: bool
-) -> tuple[str, list[tuple[float, int]]]:
-    """Passes the pieces on; returns all of them, and the time and token count at each."""
-    text, times = [], []
-    try:
-        for piece in pieces:
-            times.append((time.perf_counter(), len(stream.tokens)))
-            text.append(piece)
-            write(piece)
-    finally:
-        if ends_line and text and not text[-1].endswith("\n"):
-            write("\n")
-    return "".join(text), times
-
-
-def _figures(
-    stream: Stream,
-    num_resumed: int,
-    load_s: float,
-    started: float,
-    times: Sequence[tuple[float, int]],
-) -> Figures:
-    ttft_ms = tok_s = None
-    if times:
-        (first, num_first), (last, num_last) = times[0], times[-1]
-        ttft_ms = 1000 * (first - started)
-        if num_last > num_first and last > first:
-            tok_s = (num_last - num_first) / (last - first)
-    return Figures(
-        finish_reason=stream.finish_reason,
-        prompt_tokens=len(stream.prompt_tokens),
-        resumed_tokens=num_resumed,
-        new_tokens=len(stream.tokens),
-        load_s=round(load_s, 4),
-        ttft_ms=None if ttft_ms is None else round(ttft_ms, 3),
-        decode_tok_s=None if tok_s is None else round(tok_s, 3),
-    )
-
-
-def _show_stats(figures: Figures) -> None:
-    ttft, rate = figures.ttft_ms, figures.decode_tok_s
-    output.tell(f"load         {figures.load_s:.2f} s")
-    output.tell(f"first token  {'-' if ttft is None else f'{ttft:.1f} ms'}")
-    output.tell(f"decode       {'-' if rate is None else f'{rate:.1f} tokens/s'}")
-    resumed = f" ({figures.resumed_tokens} from a file)" if figures.resumed_tokens else ""
-    output.tell(f"tokens       {figures.prompt_tokens} prompt{resumed}, {figures.new_tokens} new")
-    output.tell(f"finish       {figures.finish_reason or '-'}")
-
-
-def _discard(text: str) -> None:
-    pass

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import Any
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llama_artifacts.extras import needs
-from llama_artifacts.manifest import FORMATS, Format
 from llama_runtime.cli import output, ranks, signals
 from llama_runtime.cli.options import (
     Command,
+    LoadOptions,
     bundle_argument,
     checked_text,
+    device_option,
+    format_option,
+    native_option,
     option,
+    signature_option,
+    take,
+    threads_option,
+    timeout_option,
     weights_dir_option,
 )
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from llama_runtime import LoadedBundle
+    from llama_runtime.cli.ranks import Ranks
+    from llama_runtime.server.worker import Worker
 
 KEY_VARIABLE = "LLAMA_EXPORT_API_KEY"
 ASK = (
@@ -39,8 +54,21 @@ EXAMPLES = (
         "torchrun --standalone --nproc-per-node 2 -m llama_runtime serve sharded",
     ),
 )
-SERVER, BATCH, PROGRAM = "Server", "Batch", "Program"
+SERVER, BATCH = "Server", "Batch"
 MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of the group `Server`."""
+
+    host: str
+    further_hosts: tuple[str, ...]
+    port: int
+    api_key: str | None
+    max_queue: int
+    max_body: int
+    grace: int
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -133,65 +161,14 @@ MEBIBYTE = 1 << 20
     default=True,
     help="Keep pages for prompts that begin alike.",
 )
-@option(
-    "--format",
-    group=PROGRAM,
-    type=click.Choice(FORMATS),
-    show_default="the best that fits this machine",
-    help="The format to run.",
-)
-@option(
-    "--device",
-    group=PROGRAM,
-    default="cpu",
-    metavar="DEVICE",
-    help="`cpu`, `cuda`, or one GPU such as `cuda:1`.",
-)
-@option(
-    "--threads",
-    group=PROGRAM,
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="one per core",
-    help="CPU threads.",
-)
-@option(
-    "--no-native",
-    group=PROGRAM,
-    is_flag=True,
-    show_default=False,
-    help="Refuse compiled programs (aoti): they are code, and run with your rights.",
-)
-@ranks.timeout_option(group=PROGRAM)
+@format_option
+@device_option
+@threads_option
+@native_option
+@timeout_option
 @weights_dir_option
-@option(
-    "--require-signature",
-    group=PROGRAM,
-    type=click.Path(path_type=Path),
-    metavar="KEY",
-    show_default="unsigned bundles run, too",
-    help="Refuse a bundle that is not signed by this public key (a PEM file), or that changed since.",
-)
-def command(
-    *,
-    bundle: Path,
-    host: str,
-    further_hosts: tuple[str, ...],
-    port: int,
-    api_key: str | None,
-    max_queue: int,
-    max_body: int,
-    grace: int,
-    rows: int | None,
-    format: Format | None,
-    device: str,
-    threads: int | None,
-    no_native: bool,
-    weights_dir: Path | None,
-    require_signature: Path | None,
-    timeout: float,
-    **batch: Any,
-) -> None:
+@signature_option
+def command(**values: Any) -> None:
     """Serve a bundle over HTTP, with the API of OpenAI.
 
     BUNDLE is the folder that `llama-export build` wrote, with the paged programs
@@ -207,49 +184,66 @@ def command(
 
     Needs `pip install 'llama-export[serve]'`.
     """
-    if api_key == "":
+    server, loading = take(ServerOptions, values), take(LoadOptions, values)
+    if server.api_key == "":
         raise click.UsageError("expected a key after `--api-key`, got none")
     with needs("serve"):
-        from llama_runtime.server.app import Limits
-        from llama_runtime.server.hosts import allowed_hosts, is_loopback
-        from llama_runtime.server.run import Address, bind, make_app, num_rows, run, url
+        from llama_runtime.server.run import Address, bind
 
-    with ranks.joined(device, timeout) as group, contextlib.ExitStack() as held:
-        # Before anything is loaded, since the port may be in use.
-        sock = (
-            None
-            if ranks.is_follower()
-            else held.enter_context(contextlib.closing(bind(Address(host, port))))
-        )
+    with ranks.joined(loading.device, loading.timeout) as group, contextlib.ExitStack() as held:
+        sock = None
+        if not ranks.is_follower():  # before anything is loaded, since the port may be in use
+            sock = held.enter_context(contextlib.closing(bind(Address(server.host, server.port))))
         with output.waiting("loading"):
-            loaded = group.load(
-                bundle,
-                device=device,
-                format=format,
-                threads=threads,
-                allow_native=not no_native,
-                weights_dir=weights_dir,
-                require_signature=require_signature,
-            )
+            loaded = group.load(loading.bundle, **loading.settings())
             if loaded is None or sock is None:
                 return
-            from llama_runtime.engine import Engine
+            app, worker = _make_app(loaded, sock, server, values)
+        _tell_who_gets_in(sock, server)
+        _serve(app, worker, sock, grace_s=server.grace, name=loaded.manifest.name, group=group)
 
-            engine = Engine(loaded, rows=rows, **batch)
-            hosts = allowed_hosts(sock, host, further_hosts)
-            limits = Limits(num_rows(loaded, rows), max_queue, max_body * MEBIBYTE, api_key, hosts)
-            app, worker = make_app(loaded, engine, limits)
-        if api_key is None and not is_loopback(sock):
-            output.tell(f"note: {host} is open to other machines, and no --api-key is asked for")
-        text = f"serving {loaded.manifest.name} at {url(sock)}"
-        with signals.left_to_command():
-            run(
-                app,
-                worker,
-                sock,
-                grace_s=grace,
-                at_start=lambda: output.tell(text),
-                fault=group.fault,
-            )
-        if (fault := group.fault()) is not None:
-            raise fault
+
+def _make_app(
+    loaded: LoadedBundle, sock: socket.socket, server: ServerOptions, batch: dict[str, Any]
+) -> tuple[FastAPI, Worker]:
+    from llama_runtime.engine import Engine
+    from llama_runtime.server.app import Limits
+    from llama_runtime.server.hosts import allowed_hosts
+    from llama_runtime.server.run import make_app, num_rows
+
+    engine = Engine(loaded, **batch)
+    limits = Limits(
+        num_rows(loaded, batch["rows"]),
+        server.max_queue,
+        server.max_body * MEBIBYTE,
+        server.api_key,
+        allowed_hosts(sock, server.host, server.further_hosts),
+    )
+    return make_app(loaded, engine, limits)
+
+
+def _tell_who_gets_in(sock: socket.socket, server: ServerOptions) -> None:
+    from llama_runtime.server.hosts import is_loopback
+
+    if server.api_key is None and not is_loopback(sock):
+        output.tell(f"note: {server.host} is open to other machines, and no --api-key is asked for")
+
+
+def _serve(
+    app: FastAPI, worker: Worker, sock: socket.socket, *, grace_s: int, name: str, group: Ranks
+) -> None:
+    """Runs the server to its end; what failed first in the group is raised."""
+    from llama_runtime.server.run import run, url
+
+    text = f"serving {name} at {url(sock)}"
+    with signals.left_to_command():
+        run(
+            app,
+            worker,
+            sock,
+            grace_s=grace_s,
+            at_start=lambda: output.tell(text),
+            fault=group.fault,
+        )
+    if (fault := group.fault()) is not None:
+        raise fault
