@@ -98,29 +98,14 @@ class HfCheckpoint:
             TokenizerError: tokenizer or stop tokens contradict the vocabulary.
         """
         folder = _checked_folder(Path(path))
-        values = read_json(folder / CONFIG)
-        where, notes = folder / CONFIG, list[str]()
-        check_hf_config(values, where=where)
+        values, notes = read_json(folder / CONFIG), list[str]()
+        check_hf_config(values, where=folder / CONFIG)
         stored = locate(folder, headers_only=headers_only, notes=notes)
-        shapes = {name: entry.tensor.shape for name, entry in stored.items()}
-        hf = read_hf_config(values, where=where, shapes=shapes, num_layers=num_layers)
-        if hf.config.num_layers > len(stored):  # before tensors are listed by layer
-            message = (
-                f"config says {hf.config.num_layers} layers, checkpoint has {len(stored)} tensors"
-            )
-            raise CheckpointError(message, where=f"{where}#num_hidden_layers")
+        hf = _read_config(values, stored, num_layers, where=folder / CONFIG)
         has_data = not headers_only or _are_whole(stored)
         stored, ignored = _without_inv_freq(_kept(stored, num_layers))
         config, stored = _resolve_head(hf.config, stored, not has_data, notes)
-        tensors = {name: _info(entry) for name, entry in stored.items()}
-        fp8 = check_fp8(hf.fp8, config, tensors, where=folder)
-        tensors = with_row_scales(config, tensors, fp8)
-        check_layout(config, tensors, where=folder, fp8=fp8)
-        tensors = {
-            name: tensors[name] for name in expected_tensors(config, dict.fromkeys(fp8, FP8))
-        }
-        if fp8:
-            notes.append(f"{len(fp8)} linear layers are FP8 (E4M3) and stay so in the bundle")
+        tensors = _checked_tensors(hf, config, stored, notes, where=folder)
         notes += _inv_freq_notes(ignored, config, headers_only=not has_data)
         dtype = _compute_dtype(hf, tensors, notes, where=folder)
         notes += check_tokenizer(folder, config.vocab_size)
@@ -203,6 +188,35 @@ def _checked_folder(folder: Path) -> Path:
     raise CheckpointError(
         f"not a checkpoint: expected a {CONFIG}, found none", where=folder, hint=hint
     )
+
+
+def _read_config(
+    values: dict[str, Any], stored: Mapping[str, Stored], num_layers: int | None, *, where: Path
+) -> HfConfig:
+    shapes = {name: entry.tensor.shape for name, entry in stored.items()}
+    hf = read_hf_config(values, where=where, shapes=shapes, num_layers=num_layers)
+    if hf.config.num_layers > len(stored):  # before tensors are listed by layer
+        message = f"config says {hf.config.num_layers} layers, checkpoint has {len(stored)} tensors"
+        raise CheckpointError(message, where=f"{where}#num_hidden_layers")
+    return hf
+
+
+def _checked_tensors(
+    hf: HfConfig,
+    config: LlamaConfig,
+    stored: Mapping[str, Stored],
+    notes: list[str],
+    *,
+    where: Path,
+) -> dict[str, TensorInfo]:
+    """The tensors that the network has, in its order, held against the config."""
+    found = {name: _info(entry) for name, entry in stored.items()}
+    fp8 = check_fp8(hf.fp8, config, found, where=where)
+    tensors = with_row_scales(config, found, fp8)
+    check_layout(config, tensors, where=where, fp8=fp8)
+    if fp8:
+        notes.append(f"{len(fp8)} linear layers are FP8 (E4M3) and stay so in the bundle")
+    return {name: tensors[name] for name in expected_tensors(config, dict.fromkeys(fp8, FP8))}
 
 
 def _are_whole(stored: Mapping[str, Stored]) -> bool:

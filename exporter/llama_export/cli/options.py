@@ -38,6 +38,9 @@ from llama_runtime.cli.options import (
     option as option,
 )
 from llama_runtime.cli.options import (
+    take as take,
+)
+from llama_runtime.cli.options import (
     weights_dir_option as weights_dir_option,
 )
 from llama_runtime.cli.options import (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from llama_export.cli.options import (
     formats_option,
     json_option,
     option,
+    take,
     weights_dir_option,
 )
 from llama_export.laws.registry import LAWS, NAMES
@@ -45,6 +47,22 @@ EXAMPLES = (
     ),
 )
 MAX_SHOWN_CHARS = 48
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is checked of the programs, as the options say; empty where it is all there is."""
+
+    laws: tuple[str, ...]
+    formats: tuple[Format, ...]
+    entries: tuple[str, ...]
+    uses_vectors: bool
+    against: str | None
+    is_recorded: bool
+
+    def choices(self) -> dict[str, Any]:
+        """Which programs, as `verify` and the reference take it."""
+        return {"formats": self.formats or None, "entries": self.entries or None}
 
 
 class VerifyCommand(Command):
@@ -116,16 +134,10 @@ def command(
     /,
     *,
     bundle: Path,
-    laws: tuple[str, ...],
-    formats: tuple[Format, ...],
-    entries: tuple[str, ...],
     is_integrity: bool,
-    uses_vectors: bool,
-    against: str | None,
-    is_recorded: bool,
     weights_dir: Path | None,
     as_json: bool,
-    **signature: Any,
+    **values: Any,
 ) -> None:
     """Check that a bundle computes what it must.
 
@@ -140,33 +152,33 @@ def command(
 
     The exit status is 1 if any check fails.
     """
-    is_more = bool(laws or formats or entries or uses_vectors or against or is_recorded)
-    verifier = signatures.verifier(**signature)
+    checks = take(Checks, values)
+    is_more = any(vars(checks).values())
+    verifier = signatures.verifier(**values)
     if is_integrity:
         if is_more or verifier is not None:
             hint = "verify twice: the files first, then what they compute"
             raise errors.UsageError("--integrity takes only --json with it", ctx=ctx, hint=hint)
         _check_files(ctx, bundle, as_json=as_json)
-        return
-    if verifier is not None:
+    elif verifier is not None:
         signatures.check(bundle, verifier, is_more=is_more, as_json=as_json)
-        return
+    else:
+        _check_programs(ctx, bundle, checks, weights_dir=weights_dir, as_json=as_json)
 
-    choices = {
-        "formats": formats or None,
-        "entries": entries or None,
-        "weights_dir": weights_dir,
-    }
-    checks = {"laws": laws or None, "uses_vectors": uses_vectors}
-    results, samples = _check_programs(bundle, choices, checks, is_compared=against is not None)
+
+def _check_programs(
+    ctx: click.Context, bundle: Path, checks: Checks, *, weights_dir: Path | None, as_json: bool
+) -> None:
+    """Checks, keeps the results where that is asked, and tells them."""
+    results, samples = _run(bundle, checks, weights_dir)
     failure = _failure(bundle, results)
-    if is_recorded and failure is None:
+    if checks.is_recorded and failure is None:
         from llama_export.verify import record
 
         record(bundle, results)
     if as_json:
         report = {"bundle": str(bundle), "passed": failure is None, "checks": encode(results)}
-        if against is not None:
+        if checks.against is not None:
             report["samples"] = encode(samples)
         output.write_json({**report, **_error_dict(failure)})
     else:
@@ -175,15 +187,22 @@ def command(
     _end(ctx, failure)
 
 
-def _check_programs(
-    bundle: Path, choices: Mapping[str, Any], checks: Mapping[str, Any], *, is_compared: bool
+def _run(
+    bundle: Path, checks: Checks, weights_dir: Path | None
 ) -> tuple[Sequence[CheckResult], Sequence[Sample]]:
     """What every check gave, and samples where the reference was asked for."""
     from llama_export.verify import verify
 
+    choices = {**checks.choices(), "weights_dir": weights_dir}
     with output.reporter() as reporter:
-        results = verify(bundle, reporter=reporter, **choices, **checks)
-        if not is_compared or _failure(bundle, results) is not None:
+        results = verify(
+            bundle,
+            laws=checks.laws or None,
+            uses_vectors=checks.uses_vectors,
+            reporter=reporter,
+            **choices,
+        )
+        if checks.against is None or _failure(bundle, results) is not None:
             return results, ()
         more, samples = _compare(bundle, reporter, **choices)
     return (*results, *more), samples
