@@ -327,7 +327,7 @@ def _sizes(recipe: Recipe, checkpoint: Checkpoint) -> Sizes:
         recipe.batch,
         max_seq,
         recipe.dtype or checkpoint.dtype,
-        page_len=recipe.page_size,
+        page_size=recipe.page_size,
         max_rows=recipe.rows,
         max_pages=recipe.pages,
         steps=recipe.steps,

@@ -11,7 +11,7 @@ import torch
 from llama_artifacts.errors import InputError
 from llama_runtime.sampling import Sampler, SamplingParams
 from llama_runtime.session import Session
-from llama_runtime.stop import StopStrings
+from llama_runtime.stop import StopTexts
 from llama_runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -105,13 +105,13 @@ class Generation:
 
     Attributes:
         prompt_tokens, tokens: as of `TokenStream`.
-        finish_reason: as of `TokenStream`; `stop` also for a stop string, which is not in the
+        finish_reason: as of `TokenStream`; `stop` also for a stop text, which is not in the
             text.
     """
 
     def __init__(self, stream: TokenStream, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._stream = stream
-        self._stops = StopStrings(stop)
+        self._stops = StopTexts(stop)
         self._text = tokenizer.stream()
         self._pieces = self._generate()
         self._is_stopped = False

@@ -1,4 +1,4 @@
-"""Stop strings: ends a text at the first of them, and never shows a part of one."""
+"""Stop texts: ends a text at the first of them, and never shows a part of one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from llama_artifacts.errors import InputError
 
 
-class StopStrings:
-    """Passes streamed text on until one of the stop strings is complete.
+class StopTexts:
+    """Passes streamed text on until one of the stop texts is complete.
 
     The match that *ends* first wins, and of two that end together the longer one, so the result
     depends on the text alone and not on the pieces it came in. Text is held back only while it is
-    the beginning of a stop string. After a match every call returns the empty string.
+    the beginning of a stop text. After a match every call returns the empty string.
 
     Attributes:
-        matched: the stop string that was found, or None.
+        matched: the stop text that was found, or None.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Takes the next piece and returns the text that can no longer be part of a stop string."""
+        """Takes the next piece and returns the text that can no longer be part of a stop text."""
         if self.matched is not None:
             return ""
         pending = self._held + text
@@ -54,7 +54,7 @@ class StopStrings:
 
 
 class _Matcher:
-    """How much of one stop string the text ends with (Knuth, Morris and Pratt)."""
+    """How much of one stop text the text ends with (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -62,7 +62,7 @@ class _Matcher:
         self._borders = _borders(stop)
 
     def advance(self, char: str) -> bool:
-        """Takes one character; true when the stop string is complete."""
+        """Takes one character; true when the stop text is complete."""
         while self.num_matched and self.stop[self.num_matched] != char:
             self.num_matched = self._borders[self.num_matched - 1]
         if self.stop[self.num_matched] == char:
@@ -88,7 +88,7 @@ def _checked(stops: Any) -> list[str]:
         raise InputError(
             f"expected a list of strings, got {type(stops).__name__}",
             where="stop",
-            hint='write one stop string as ["..."]',
+            hint='write one stop text as ["..."]',
         )
     for index, stop in enumerate(stops):
         if not isinstance(stop, str) or not stop:

@@ -15,7 +15,7 @@ import llama_runtime
 from llama_artifacts import manifest as manifests
 from llama_artifacts import manifest_file
 from llama_artifacts.bundle import describe
-from llama_runtime.stop import StopStrings
+from llama_runtime.stop import StopTexts
 from tests.cpp.building import output_of
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def _cases() -> list[Case]:
 
 
 def _in_python(case: Case) -> list[object]:
-    stops = StopStrings(case[0])
+    stops = StopTexts(case[0])
     pieces = [stops.push(piece) for piece in case[1]]
     return [[*pieces, stops.finish()], stops.matched]
 

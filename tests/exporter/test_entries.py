@@ -108,7 +108,7 @@ def test_a_chunk_is_bounded_by_the_state_and_by_the_entry() -> None:
 
 def test_a_pool_has_a_dynamic_number_of_pages() -> None:
     signature = registry.find("decode_paged").signature(
-        dataclasses.replace(SIZES, page_len=4, max_seq=62)
+        dataclasses.replace(SIZES, page_size=4, max_seq=62)
     )
     assert signature.states[0] == StateSpec("pool.0.key", "bf16", ("PoolPages", 2, 4, 16))
     assert signature.dim("Pages") == Dim("Pages", 1, 16)

@@ -34,7 +34,7 @@ def program(entry: str, format: Any = "pt2", variant: Variant | None = None, **k
         1,
         64,
         "f32",
-        page_len=8,
+        page_size=8,
         max_rows=4,
         max_pages=5,
     )

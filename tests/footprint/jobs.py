@@ -30,7 +30,7 @@ def tiny_call(network: Network, entry: str, *, batch: int, length: int) -> tuple
     """An entry and its largest call."""
     spec = registry.find(entry)
     max_seq = length + (spec.states is None)
-    sizes = Sizes(network.config, batch, max_seq, network.dtype, page_len=4)
+    sizes = Sizes(network.config, batch, max_seq, network.dtype, page_size=4)
     return spec, plan_call(spec, spec.signature(sizes), Asked(batch, length))
 
 

@@ -43,8 +43,8 @@ def test_a_turn_of_a_loop_has_what_the_turn_before_gave() -> None:
 def test_fused_loops_keep_less_than_single_operators(entry: str) -> None:
     network = tiny_network()
     spec, asked = tiny_call(network, entry, batch=8, length=64)
-    single = Traced(network, spec, Kind("aoti", "cuda", page_len=4)).peak(asked)
-    fused = Compiled(network, spec, Kind("aoti", "cpu", page_len=4)).peak(asked)
+    single = Traced(network, spec, Kind("aoti", "cuda", page_size=4)).peak(asked)
+    fused = Compiled(network, spec, Kind("aoti", "cpu", page_size=4)).peak(asked)
     results = 8 * 128 * 4 if entry == "decode_paged" else 8 * 8 * 4
     assert results < fused < single
 

@@ -134,7 +134,7 @@ def compare(entry: str, num_layers: int) -> None:
     """Of sizes that the followed graph was not traced with."""
     network = tiny_network(num_hidden_layers=num_layers)
     spec, call = tiny_call(network, entry, batch=2, length=24)
-    kind = Kind("pt2", "cpu", page_len=4)
+    kind = Kind("pt2", "cpu", page_size=4)
     form = kind.formulation("f32")
     job = Job(network.config, spec, spec.stem, call.signature, form, network.tensors)
     forecast = Traced(network, spec, kind).peak(call)

@@ -38,10 +38,10 @@ def meant(entry: str, output: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the programs that are called; `page_len` positions a page."""
+    """Of the programs that are called; `page_size` positions a page."""
 
     max_seq: int
-    page_len: int
+    page_size: int
     vocab_size: int
 
     @property
@@ -102,7 +102,7 @@ class Calls:
         return {"tokens": self._tokens(PAGED_ROWS, 1), "positions": positions, "table": self._table}
 
     def _prefill_paged(self, step: int) -> Inputs:
-        first, second, size = step + 1, 4, self._sizes.page_len
+        first, second, size = step + 1, 4, self._sizes.page_size
         rows, positions = [0] * first + [1] * second, [*range(first), *range(second)]
         places = zip(rows, positions, strict=True)
         slots = [int(self._table[r, p // size]) * size + p % size for r, p in places]

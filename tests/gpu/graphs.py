@@ -41,7 +41,7 @@ from llama_runtime.states import States
 from tests.gpu.calls import BATCH, ENTRIES, Calls, Sizes, meant
 from tests.recording import StepRecorder
 
-NUM_STEPS, PAGE_LEN = 20, 16
+NUM_STEPS, PAGE_SIZE = 20, 16
 TINY = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -144,7 +144,7 @@ class Bench:
         loading = self._lowered(case, found, weights)
         prepare_s = time.perf_counter() - started
         *entries, graphs = self._entries(loading)
-        sizes = Sizes(self._max_seq, PAGE_LEN, found.config.vocab_size)
+        sizes = Sizes(self._max_seq, PAGE_SIZE, found.config.vocab_size)
         pool = {"PoolPages": sizes.pool_pages} if case.entry.endswith("_paged") else {}
         states = [entry.new_states(**pool) for entry in entries]
         results, times = [], []
@@ -176,7 +176,7 @@ class Bench:
             batch=BATCH,
             max_seq=self._max_seq,
             dtype=found.dtype,
-            page_len=PAGE_LEN,
+            page_size=PAGE_SIZE,
         )
         spec = registry.find(case.entry)
         maker = backend(case.format)

@@ -22,7 +22,7 @@ from tests.runtime.loading import LOGITS_ATOL, POISON, expected_logits, random_t
 pytestmark = pytest.mark.slow  # the bundles take minutes to build
 
 NUM_ROWS, LENGTH = 64, 255
-BATCH, MAX_SEQ, PAGE_LEN = 4, 256, 16
+BATCH, MAX_SEQ, PAGE_SIZE = 4, 256, 16
 USUAL = {"B": 3, "S": 20, "M": 3, "P": 40, "Rows": 3, "Pages": 4, "PoolPages": 1100}
 
 Sizes = dict[str, int]
@@ -173,11 +173,11 @@ class Calls:
         table = torch.zeros(num_rows * num_pages, dtype=torch.int32)
         table[:own] = ints([sizes["PoolPages"] - 1 - i for i in range(own)])
         table = table.reshape(num_rows, num_pages)
-        capacity = min(num_pages * PAGE_LEN, LENGTH)
+        capacity = min(num_pages * PAGE_SIZE, LENGTH)
         places = laid_out(sizes["P"], own // num_pages, capacity)
         padding = sizes["P"] - len(places)
         order = {row: index for index, (row, _) in enumerate(places)}
-        slots = [int(table[r, p // PAGE_LEN]) * PAGE_LEN + p % PAGE_LEN for r, p in places]
+        slots = [int(table[r, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE for r, p in places]
         inputs = {
             "tokens": ints([int(self.tokens[place]) for place in places] + [0] * padding),
             "positions": ints([position for _, position in places] + [0] * padding),

@@ -20,7 +20,7 @@ from tests.runtime.loading import LOGITS_ATOL, POISON, expected_logits, random_t
 
 pytestmark = pytest.mark.slow  # the bundle takes minutes to build
 
-BATCH, MAX_SEQ, PAGE_LEN = 4, 256, 16
+BATCH, MAX_SEQ, PAGE_SIZE = 4, 256, 16
 SCRATCH = MAX_SEQ - 1
 NUM_TOKENS = 200
 
@@ -212,7 +212,7 @@ def paged(tokens: torch.Tensor, table: torch.Tensor, parts: Sequence[tuple[int, 
     if padding:
         inputs["positions"][-padding:] = 0
     rows, positions = inputs["rows"].long(), inputs["positions"].long()
-    slots = table[rows, positions // PAGE_LEN] * PAGE_LEN + positions % PAGE_LEN
+    slots = table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     if padding:
         slots[-padding:] = 0
     last = torch.zeros(len(table), dtype=torch.int32)
@@ -252,7 +252,7 @@ def test_every_length_on_a_recycled_pool(
             inputs = {
                 "tokens": tokens[seed, position].reshape(1, 1),
                 "positions": ints([position]),
-                "table": table[:, : position // PAGE_LEN + 1].contiguous(),
+                "table": table[:, : position // PAGE_SIZE + 1].contiguous(),
             }
             close(decode.run(states, inputs)[0][0], expected[seed, position])
 
@@ -332,9 +332,9 @@ def test_padding_of_a_full_pool_leaves_every_live_slot(
     logits = decode.run(states, inputs)[0]
     close(logits[:3], expected[:3, 47])
     assert logits.isfinite().all()
-    last = {int(page) * PAGE_LEN + PAGE_LEN - 1 for page in table[:3, 2]}
+    last = {int(page) * PAGE_SIZE + PAGE_SIZE - 1 for page in table[:3, 2]}
     assert pool_slots(states, before) <= {0, *last}
-    assert pool_slots(states) == {0, *range(PAGE_LEN, 10 * PAGE_LEN)}
+    assert pool_slots(states) == {0, *range(PAGE_SIZE, 10 * PAGE_SIZE)}
     assert all(tensor.isfinite().all() for tensor in states.values())
 
 
@@ -344,7 +344,7 @@ def pool_slots(states: States, before: Tensors | None = None) -> set[int]:
     for name, tensor in states.items():
         old = POISON if before is None else before[name]
         changed = (tensor != old).any(-1).any(1)  # [pages, places]
-        slots |= {int(page) * PAGE_LEN + int(place) for page, place in changed.nonzero()}
+        slots |= {int(page) * PAGE_SIZE + int(place) for page, place in changed.nonzero()}
     return slots
 
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_artifacts.errors import InputError
-from llama_runtime.stop import StopStrings
+from llama_runtime.stop import StopTexts
 
 
 def streamed(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
-    stream = StopStrings(stops)
+    stream = StopTexts(stops)
     text = "".join([stream.push(piece) for piece in pieces])
     return text + stream.finish(), stream.matched
 
@@ -71,7 +71,7 @@ def test_any_stops_over_any_pieces(stops: list[str], pieces: list[str]) -> None:
 def test_only_the_longest_beginning_of_a_stop_is_held_back(
     stops: list[str], pieces: list[str]
 ) -> None:
-    stream = StopStrings(stops)
+    stream = StopTexts(stops)
     text, released = "", ""
     for piece in pieces:
         text += piece
@@ -84,7 +84,7 @@ def test_only_the_longest_beginning_of_a_stop_is_held_back(
 
 
 def test_held_text_is_flushed_when_generation_ends_otherwise() -> None:
-    stream = StopStrings(["as if"])
+    stream = StopTexts(["as if"])
     assert stream.push("ple") == "ple"
     assert stream.push("as") == ""
     assert stream.finish() == "as"
@@ -92,7 +92,7 @@ def test_held_text_is_flushed_when_generation_ends_otherwise() -> None:
 
 
 def test_nothing_comes_after_a_match() -> None:
-    stream = StopStrings(["."])
+    stream = StopTexts(["."])
     assert stream.push("One. Two.") == "One"
     assert stream.push("Three.") == ""
     assert stream.finish() == ""
@@ -110,6 +110,6 @@ def test_a_long_almost_match_is_linear() -> None:
 )
 def test_a_stop_that_is_no_string_is_refused(stops: list[str], where: str) -> None:
     with pytest.raises(InputError) as caught:
-        StopStrings(stops)
+        StopTexts(stops)
     assert caught.value.where == where
     assert caught.value.hint

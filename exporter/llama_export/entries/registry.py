@@ -49,7 +49,7 @@ class Sizes:
         batch: rows of the `rows` states.
         max_seq: positions of a `rows` state, the last of which is scratch.
         dtype: the compute dtype.
-        page_len: positions of a page.
+        page_size: positions of a page.
         max_rows: most rows of a call of the paged entries.
         max_pages: most pages of a row; None: as many as `max_seq` positions fill.
         steps: tokens that `generate` and `sample` give; None: the default, or what fits.
@@ -60,7 +60,7 @@ class Sizes:
     batch: int
     max_seq: int
     dtype: str
-    page_len: int = DEFAULT_PAGE_SIZE
+    page_size: int = DEFAULT_PAGE_SIZE
     max_rows: int = DEFAULT_ROWS
     max_pages: int | None = None
     steps: int | None = None
@@ -76,9 +76,9 @@ class Sizes:
         return {
             "Batch": self.batch,
             "MaxSeq": self.max_seq,
-            "PageSize": self.page_len,
+            "PageSize": self.page_size,
             "MaxRows": self.max_rows,
-            "MaxPages": self.max_pages or -(-self.max_seq // self.page_len),
+            "MaxPages": self.max_pages or -(-self.max_seq // self.page_size),
             "V": self.config.vocab_size,
             "H": self.config.hidden_size,
             "Steps": self.steps or min(DEFAULT_STEPS, self.max_seq - 1),
@@ -329,7 +329,7 @@ def _states(kind: str | None, sizes: Sizes, fixed: Mapping[str, int]) -> tuple[S
     num_pages = fixed.get(POOL_PAGES, POOL_PAGES)
     shapes: dict[str | None, Shape] = {
         "rows": (sizes.batch, config.num_kv_heads, sizes.max_seq, config.head_dim),
-        "pool": (num_pages, config.num_kv_heads, sizes.page_len, config.head_dim),
+        "pool": (num_pages, config.num_kv_heads, sizes.page_size, config.head_dim),
     }
     if kind is None:
         return ()

@@ -68,14 +68,14 @@ class Kind:
         format: its format.
         device: `cpu` or `cuda`.
         numerics: how it computes products with FP8 weights.
-        page_len: positions of a page.
+        page_size: positions of a page.
         has_one_row: paged steps of one row have a program of their own.
     """
 
     format: Format
     device: str
     numerics: Numerics = "exact"
-    page_len: int = DEFAULT_PAGE_SIZE
+    page_size: int = DEFAULT_PAGE_SIZE
     has_one_row: bool = True
 
     @property
@@ -181,7 +181,7 @@ def _job(network: Network, spec: EntrySpec, kind: Kind, num_layers: int, *, rows
     few = network.first_layers(num_layers)
     form = kind.formulation(few.dtype, few.shards)
     length = max(_OPEN_LENGTH, 2 * max(spec.counts.values(), default=0))
-    sizes = Sizes(few.called_as, rows or _OPEN_ROWS, length, few.dtype, page_len=kind.page_len)
+    sizes = Sizes(few.called_as, rows or _OPEN_ROWS, length, few.dtype, page_size=kind.page_size)
     # A loop that starts at a position that was read has no size that depends on the capacity.
     has_length = not (spec.counts and form.reads_positions)
     signature = open_signature(spec, sizes, has_batch=not rows, has_length=has_length)

@@ -160,12 +160,12 @@ def _sizes(spec: EntrySpec, signature: Signature, asked: Asked) -> dict[str, int
         row, packed = min(most.get("S", row), row), min(most.get("P", packed), packed)
     sizes = {"B": batch, "M": batch, "Rows": batch, "S": row, "P": packed}
     if spec.states == "pool":
-        num_pages = math.ceil(length / _page_len(signature))
+        num_pages = math.ceil(length / _page_size(signature))
         sizes |= {"Pages": num_pages, POOL_PAGES: batch * num_pages + 1}  # page 0 is scratch
     return sizes
 
 
-def _page_len(signature: Signature) -> int:
+def _page_size(signature: Signature) -> int:
     size = signature.states[0].shape[2]
     assert isinstance(size, int)
     return size

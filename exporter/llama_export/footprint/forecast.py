@@ -145,7 +145,7 @@ class Planned:
             asked.batch,
             asked.seq_len + (self.spec.states is None),  # without a state no position is scratch
             self.network.dtype,
-            page_len=self.kind.page_len,
+            page_size=self.kind.page_size,
             max_rows=asked.batch,
         )
         return plan_call(self.spec, self.spec.sized(sizes).signature(sizes), asked)
@@ -180,7 +180,7 @@ class Built:
         ranges = {dim.name: dim.max for dim in self.record.signature.dims}
         length = self.bundle.manifest.max_seq
         if "Pages" in ranges:
-            length = min(length, ranges["Pages"] * self.kind.page_len)
+            length = min(length, ranges["Pages"] * self.kind.page_size)
         return self.fixed or Asked(1, min(length, ranges.get("S", length), ranges.get("P", length)))
 
     def call(self, asked: Asked) -> Call:

@@ -114,7 +114,9 @@ def _prefill_packed(call: Call, sequences: Sequences, memory: Memory) -> Prepare
 def _prefill_paged(call: Call, sequences: Sequences, memory: Memory) -> Prepared:
     inputs = _pack(call.prompts, sequences, memory)
     del inputs["segments"]
-    slots = [pages * memory.page_len + places for pages, places in map(memory.places, call.prompts)]
+    slots = [
+        pages * memory.page_size + places for pages, places in map(memory.places, call.prompts)
+    ]
     inputs |= {
         "slots": torch.cat((*slots, torch.zeros(NUM_PADDING))).int(),
         "last": _last(call.prompts, memory),

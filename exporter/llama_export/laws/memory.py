@@ -33,14 +33,14 @@ class Memory:
         num_rows: sequences that a call takes.
         capacity: positions of a row that can be filled.
         table: the pages of each row of a pool, int32 [rows, pages]; None for rows of a cache.
-        page_len: positions of a page; 0 for rows of a cache.
+        page_size: positions of a page; 0 for rows of a cache.
     """
 
     states: States | None
     num_rows: int
     capacity: int
     table: torch.Tensor | None = None
-    page_len: int = 0
+    page_size: int = 0
 
     @property
     def scratch(self) -> int:
@@ -52,7 +52,7 @@ class Memory:
         positions = torch.arange(span.start, span.stop)
         if self.table is None:
             return torch.full_like(positions, span.row), positions
-        return self.table[span.row].long()[positions // self.page_len], positions % self.page_len
+        return self.table[span.row].long()[positions // self.page_size], positions % self.page_size
 
     def cells(self, num_tokens: int) -> list[torch.Tensor]:
         """A copy of each state by row and position, [rows, heads, num_tokens, width]."""
@@ -110,8 +110,8 @@ def new_memory(
     shape = resolve(states[0].shape, {POOL_PAGES: 0})
     if POOL_PAGES not in states[0].shape:
         return Memory(poisoned(entry), num_rows, shape[2] - 1)
-    page_len = shape[2]
-    num_pages = -(-num_tokens // page_len)
+    page_size = shape[2]
+    num_pages = -(-num_tokens // page_size)
     num_used = num_rows * num_pages
     pages = torch.arange(num_used + NUM_SPARE, dtype=torch.int32) + 1
     if order == "scattered":
@@ -121,7 +121,7 @@ def new_memory(
     table = pages[:num_used].reshape(num_rows, num_pages)
     table = torch.cat((table, table.new_zeros(num_rows, num_wider)), dim=1)
     sizes = {POOL_PAGES: num_used + NUM_SPARE + 1}
-    return Memory(poisoned(entry, **sizes), num_rows, num_pages * page_len, table, page_len)
+    return Memory(poisoned(entry, **sizes), num_rows, num_pages * page_size, table, page_size)
 
 
 def rows_of(signature: Signature) -> int:
@@ -137,10 +137,10 @@ def capacity_of(signature: Signature) -> int | None:
     """Positions that the pages of a row can hold; None where there are no pages."""
     for spec in signature.inputs:
         if spec.name == "table":
-            num_pages, page_len = spec.shape[1], signature.states[0].shape[2]
+            num_pages, page_size = spec.shape[1], signature.states[0].shape[2]
             most = num_pages if isinstance(num_pages, int) else signature.dim(num_pages).max
-            assert isinstance(page_len, int)
-            return most * page_len
+            assert isinstance(page_size, int)
+            return most * page_size
     return None
 
 

@@ -69,7 +69,7 @@ def _illegal(
         num_kept = inputs["tokens"].shape[1]
     elif is_generating(program):
         num_kept = _num_generated(program)
-    in_table = 0 if memory.table is None else memory.table.shape[1] * memory.page_len
+    in_table = 0 if memory.table is None else memory.table.shape[1] * memory.page_size
     last_position = in_table - 1 if in_table else bench.manifest.max_seq - 1
     num_pages = 0 if memory.states is None else memory.states.tensors()[0].shape[0]
     ends = {
@@ -77,7 +77,7 @@ def _illegal(
         "pos": memory.capacity - num_kept,
         **dict.fromkeys(("positions", "step_positions"), last_position),
         "rows": rows - 1,
-        "slots": num_pages * memory.page_len - 1 if in_table else rows - 1,
+        "slots": num_pages * memory.page_size - 1 if in_table else rows - 1,
         "table": num_pages - 1,
         "last": inputs["tokens"].shape[0] - 1 if "tokens" in inputs else 0,
     }

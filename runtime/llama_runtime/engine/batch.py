@@ -45,9 +45,9 @@ class Ranges:
     tokens: Dim
     has_buckets: bool
 
-    def fit(self, plan: Plan, page_len: int) -> Sizes:
+    def fit(self, plan: Plan, page_size: int) -> Sizes:
         """The smallest sizes that hold the plan."""
-        num_pages = max(_num_pages(piece, page_len) for piece in plan.pieces)
+        num_pages = max(_num_pages(piece, page_size) for piece in plan.pieces)
         num_tokens = sum(piece.end - piece.start for piece in plan.prompts)
         return Sizes(
             self._padded(len(plan.pieces), self.rows),
@@ -61,15 +61,15 @@ class Ranges:
         return min(max(size, dim.min), dim.max)
 
 
-def inputs(plan: Plan, sizes: Sizes, page_len: int) -> dict[str, torch.Tensor]:
+def inputs(plan: Plan, sizes: Sizes, page_size: int) -> dict[str, torch.Tensor]:
     """The inputs, int32, of the entry for what the plan has: prompts, steps or both.
 
     Row r of the table belongs to piece r of the plan. Padding is written into the scratch page,
     and rows without a piece have no page but that one.
     """
-    arrays = {"table": _table(plan.pieces, sizes, page_len)}
+    arrays = {"table": _table(plan.pieces, sizes, page_size)}
     if plan.prompts:
-        arrays |= _prompts(plan.prompts, sizes, page_len)
+        arrays |= _prompts(plan.prompts, sizes, page_size)
     if plan.steps:
         tokens, positions = _steps(plan.steps, len(plan.prompts), sizes)
         prefix = "step_" if plan.prompts else ""
@@ -89,16 +89,16 @@ def asked(plan: Plan, sizes: Sizes) -> tuple[list[Piece], list[int]]:
     return [piece for piece, _ in pairs], [row for _, row in pairs]
 
 
-def _table(pieces: Sequence[Piece], sizes: Sizes, page_len: int) -> Array:
+def _table(pieces: Sequence[Piece], sizes: Sizes, page_size: int) -> Array:
     """The pages [R,Q] of each piece's job, as far as they are read."""
     table = np.full((sizes.num_rows, sizes.num_pages), SCRATCH, np.int32)
     for row, piece in enumerate(pieces):
-        num_pages = _num_pages(piece, page_len)
+        num_pages = _num_pages(piece, page_size)
         table[row, :num_pages] = piece.job.pages[:num_pages]
     return table
 
 
-def _prompts(pieces: Sequence[Piece], sizes: Sizes, page_len: int) -> dict[str, Array]:
+def _prompts(pieces: Sequence[Piece], sizes: Sizes, page_size: int) -> dict[str, Array]:
     """Tokens, positions, rows and slots [P], and last [R]."""
     names = ("tokens", "positions", "rows", "slots")
     result = {name: np.zeros(sizes.num_tokens, np.int32) for name in names}
@@ -111,7 +111,7 @@ def _prompts(pieces: Sequence[Piece], sizes: Sizes, page_len: int) -> dict[str, 
         result["tokens"][place] = piece.job.tokens[piece.start : piece.end]
         result["positions"][place] = positions
         result["rows"][place] = row
-        result["slots"][place] = pages[positions // page_len] * page_len + positions % page_len
+        result["slots"][place] = pages[positions // page_size] * page_size + positions % page_size
         at = place.stop
         last[row] = at - 1
     return {**result, "last": last}
@@ -127,5 +127,5 @@ def _steps(pieces: Sequence[Piece], first_row: int, sizes: Sizes) -> tuple[Array
     return tokens, positions
 
 
-def _num_pages(piece: Piece, page_len: int) -> int:
-    return -(-piece.end // page_len)
+def _num_pages(piece: Piece, page_size: int) -> int:
+    return -(-piece.end // page_size)

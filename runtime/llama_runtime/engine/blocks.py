@@ -50,9 +50,9 @@ class PagePool:
     room is needed. The one unused for longest goes first.
     """
 
-    def __init__(self, num_pages: int, page_len: int, *, has_prefix_cache: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, has_prefix_cache: bool = True) -> None:
         self.num_pages = num_pages
-        self.page_len = page_len
+        self.page_size = page_size
         self._has_prefix_cache = has_prefix_cache
         self._free = list(range(num_pages, 0, -1))
         self._holders: Counter[int] = Counter()
@@ -79,8 +79,8 @@ class PagePool:
         """The pages that hold the beginning of a text; always less than the whole text."""
         pages: list[int] = []
         prefix: Prefix | None = None
-        for end in range(self.page_len, len(tokens), self.page_len):
-            page = self._page_of.get(Prefix(prefix, tuple(tokens[end - self.page_len : end])))
+        for end in range(self.page_size, len(tokens), self.page_size):
+            page = self._page_of.get(Prefix(prefix, tuple(tokens[end - self.page_size : end])))
             if page is None:
                 break
             pages.append(page)
@@ -110,7 +110,7 @@ class PagePool:
 
         Where another page holds the same beginning already, that one stays the known one.
         """
-        assert len(tokens) == self.page_len
+        assert len(tokens) == self.page_size
         prefix = Prefix(parent, tuple(tokens))
         if not self._has_prefix_cache:
             return prefix

@@ -103,7 +103,7 @@ class Engine:
         checked_int("token_budget", token_budget, 1, None)
         self._programs = Programs(bundle, rows, pages)
         self._pool = PagePool(
-            self._programs.num_pages, self._programs.page_len, has_prefix_cache=has_prefix_cache
+            self._programs.num_pages, self._programs.page_size, has_prefix_cache=has_prefix_cache
         )
         self._scheduler = Scheduler(
             self._pool,
@@ -115,7 +115,7 @@ class Engine:
         self._limits = Limits(
             vocab_size=self._programs.vocab_size,
             max_positions=self._programs.max_positions,
-            page_len=self._pool.page_len,
+            page_size=self._pool.page_size,
             num_pages=self._pool.num_pages,
         )
         self._jobs: dict[str, Job] = {}
@@ -263,7 +263,7 @@ def _log_probs(
 def _stuck(job: Job, pool: PagePool) -> SessionError:
     """For a job that no other one keeps from running, and that still finds no page."""
     return SessionError(
-        f"expected {-(-len(job.tokens) // pool.page_len)} pages that are free or will be, "
+        f"expected {-(-len(job.tokens) // pool.page_size)} pages that are free or will be, "
         f"got {pool.num_available} of {pool.num_pages}",
         hint="make a new engine: this one has lost pages, which is a fault of its own",
     )

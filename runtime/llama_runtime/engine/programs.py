@@ -56,7 +56,7 @@ class Programs:
             )
         self.seconds = 0.0
         self.vocab_size = bundle.manifest.model.vocab_size
-        self.page_len = int(signatures[0].states[0].shape[_PLACE_AXIS])
+        self.page_size = int(signatures[0].states[0].shape[_PLACE_AXIS])
         self.max_rows = self._max_rows(rows)
         self.num_pages = self._num_pages(signatures[0], pages)
         self._states = self._entries[DECODE].new_states(**{POOL: self.num_pages + 1})
@@ -74,7 +74,7 @@ class Programs:
     @property
     def max_positions(self) -> int:
         """Positions of one text, as far as programs and pool have them."""
-        return min(self._max_text, self.num_pages * self.page_len)
+        return min(self._max_text, self.num_pages * self.page_size)
 
     def run(self, plan: Plan) -> torch.Tensor:
         """Logits [N,V] of the pieces that `batch.asked` names, in the programs' dtype.
@@ -82,8 +82,8 @@ class Programs:
         Whatever is raised, only page 0 and places of the plan's own pieces may be written.
         """
         name = MIXED if plan.prompts and plan.steps else PREFILL if plan.prompts else DECODE
-        sizes = self._ranges[name].fit(plan, self.page_len)
-        inputs = batch.inputs(plan, sizes, self.page_len)
+        sizes = self._ranges[name].fit(plan, self.page_size)
+        inputs = batch.inputs(plan, sizes, self.page_size)
         started = time.perf_counter()
         logits = self._entries[name].run(self._states, inputs)[0]
         self.seconds += time.perf_counter() - started
@@ -97,7 +97,7 @@ class Programs:
     @property
     def _max_text(self) -> int:
         return min(
-            min(r.pages.max * self.page_len for r in self._ranges.values()),
+            min(r.pages.max * self.page_size for r in self._ranges.values()),
             min(_last_position(entry.signature) + 1 for entry in self._entries.values()),
         )
 
@@ -109,7 +109,7 @@ class Programs:
         dim = signature.dim(POOL)
         if pages is not None:
             return checked_int("pages", pages, max(dim.min - 1, 1), dim.max - 1)
-        whole = -(-self._max_text // self.page_len)
+        whole = -(-self._max_text // self.page_size)
         affordable = max(_MAX_DEFAULT_BYTES // signature.state_bytes, whole)
         return min(self.max_rows * whole, affordable, dim.max - 1)
 

@@ -67,13 +67,13 @@ class Limits:
     Attributes:
         vocab_size: V.
         max_positions: positions of one text that the programs and the pool have.
-        page_len: positions of a page.
+        page_size: positions of a page.
         num_pages: pages of the pool.
     """
 
     vocab_size: int
     max_positions: int
-    page_len: int
+    page_size: int
     num_pages: int
 
 
@@ -91,7 +91,7 @@ class Job:
     Of its `tokens` (the prompt and the new ones) the first `num_computed` have keys and values in
     its `pages`; full pages of these are known to the prefix cache up to `prefix`. It always holds:
 
-        prefix <= num_computed < len(tokens);  num_computed <= len(pages) * page_len
+        prefix <= num_computed < len(tokens);  num_computed <= len(pages) * page_size
     """
 
     def __init__(self, request: Request) -> None:
@@ -114,11 +114,11 @@ class Job:
         """Tokens that the model has still to see; the next token comes after the last of them."""
         return len(self.tokens) - self.num_computed
 
-    def check(self, page_len: int) -> None:
+    def check(self, page_size: int) -> None:
         """Asserts the order of the lengths."""
-        num_known = 0 if self.prefix is None else self.prefix.num_pages * page_len
+        num_known = 0 if self.prefix is None else self.prefix.num_pages * page_size
         assert num_known <= self.num_computed < len(self.tokens)
-        assert self.num_computed <= len(self.pages) * page_len
+        assert self.num_computed <= len(self.pages) * page_size
         assert self.num_new <= self.request.max_new
 
 
@@ -146,7 +146,7 @@ def check_request(request: Request, limits: Limits) -> None:
 def _check_len(num_tokens: int, limits: Limits) -> None:
     if num_tokens == 0:
         raise InputError("expected at least 1 token, got none", where="prompt")
-    num_pages = -(-num_tokens // limits.page_len)
+    num_pages = -(-num_tokens // limits.page_size)
     if num_pages > limits.num_pages:
         raise InputError(
             f"a prompt of {num_tokens} tokens needs {num_pages} pages, "

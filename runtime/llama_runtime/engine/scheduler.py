@@ -88,11 +88,11 @@ class Scheduler:
 
     def computed(self, piece: Piece) -> None:
         """Tells that a piece of the plan is in its pages now."""
-        job, page_len = piece.job, self.pool.page_len
+        job, page_size = piece.job, self.pool.page_size
         job.num_computed = piece.end
         first = 0 if job.prefix is None else job.prefix.num_pages
-        for number in range(first, piece.end // page_len):
-            tokens = job.tokens[number * page_len : (number + 1) * page_len]
+        for number in range(first, piece.end // page_size):
+            tokens = job.tokens[number * page_size : (number + 1) * page_size]
             job.prefix = self.pool.publish(job.pages[number], job.prefix, tokens)
 
     def end(self, job: Job) -> None:
@@ -117,7 +117,7 @@ class Scheduler:
 
     def _has_page(self, job: Job) -> bool:
         """Gives the job a page for its next position if need be, at the cost of younger ones."""
-        while job.num_computed == len(job.pages) * self.pool.page_len:
+        while job.num_computed == len(job.pages) * self.pool.page_size:
             if self.pool.num_available:
                 job.pages += self.pool.take(1)
             elif self._send_back(self.running[-1]) is job:
@@ -154,14 +154,14 @@ class Scheduler:
         """
         if len(self.running) == self._max_rows:
             return False
-        num_pages = -(-len(job.tokens) // self.pool.page_len)
+        num_pages = -(-len(job.tokens) // self.pool.page_size)
         known = self.pool.known(job.tokens)
         to_take = self.pool.num_to_take(num_pages, known)
         if to_take + len(self.running) > self.pool.num_available:
             return False
         job.prefix = self.pool.hold(known)
         job.pages = known + self.pool.take(num_pages - len(known))
-        job.num_computed = len(known) * self.pool.page_len
+        job.num_computed = len(known) * self.pool.page_size
         if not job.was_admitted:
             job.was_admitted = True
             self.prompt_tokens += len(job.tokens)

@@ -32,14 +32,14 @@ class _Strict(BaseModel):
 
 
 def _stops(value: Any) -> Any:
-    """One stop string or several, as a tuple."""
+    """One stop text or several, as a tuple."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError(f"expected a string or a list of strings, got {_kind(value)}")
     if len(stops) > MAX_STOPS:
-        raise ValueError(f"expected at most {MAX_STOPS} stop strings, got {len(stops)}")
+        raise ValueError(f"expected at most {MAX_STOPS} stop texts, got {len(stops)}")
     if not all(0 < len(stop) <= MAX_STOP_LEN for stop in stops):
-        raise ValueError(f"expected stop strings of 1 to {MAX_STOP_LEN} characters")
+        raise ValueError(f"expected stop texts of 1 to {MAX_STOP_LEN} characters")
     return tuple(stops)
 
 

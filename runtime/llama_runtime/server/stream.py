@@ -65,7 +65,7 @@ async def pieces(worker: Worker, call: Call, job: Job, metrics: Metrics) -> Asyn
         output = await call.next()
         timer.see(output)
         choice = choices.get(output.request_id)
-        if choice is None:  # a stop string ended it, while the engine was a step ahead
+        if choice is None:  # a stop text ended it, while the engine was a step ahead
             continue
         try:
             piece = choice.push(output)

@@ -1,4 +1,4 @@
-"""The tokens of one choice become pieces of text, up to a stop string."""
+"""The tokens of one choice become pieces of text, up to a stop text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llama_runtime.engine import Output
-from llama_runtime.stop import StopStrings
+from llama_runtime.stop import StopTexts
 from llama_runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -44,8 +44,8 @@ class Piece:
 class Choice:
     """One answer in the making.
 
-    Text is held back while it may be the beginning of a stop string or is half a character, and
-    with it its tokens. A token of which a stop string left no character is dropped.
+    Text is held back while it may be the beginning of a stop text or is half a character, and
+    with it its tokens. A token of which a stop text left no character is dropped.
 
     Attributes:
         index: the choice's number in the answer.
@@ -64,7 +64,7 @@ class Choice:
     _num_sent: int = 0
 
     def __post_init__(self) -> None:
-        self._matcher = StopStrings(self.stops)
+        self._matcher = StopTexts(self.stops)
         self._stream = None if self.tokenizer is None else self.tokenizer.stream()
 
     def push(self, output: Output) -> Piece | None:

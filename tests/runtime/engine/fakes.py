@@ -65,10 +65,10 @@ class FakeProgram:
         if self._name != "prefill_paged":
             tokens, positions = arrays[-2:] if len(arrays) > 3 else arrays[:2]
             table = arrays[5] if len(arrays) > 3 else arrays[2]
-            page_len = pool.shape[2]
+            page_size = pool.shape[2]
             at = np.maximum(positions, 0)
-            pages = table[np.arange(len(table)), at // page_len]
-            slots = np.where(positions < 0, 0, pages * page_len + at % page_len)
+            pages = table[np.arange(len(table)), at // page_size]
+            slots = np.where(positions < 0, 0, pages * page_size + at % page_size)
             write(pool, slots, tokens[:, 0], positions)
             logits += [read(pool, *pair) for pair in zip(table, positions, strict=True)]
         for hook in self._hooks:
@@ -107,11 +107,11 @@ class FakeBundle:
         self,
         names: Sequence[str] = PAGED,
         max_seq: int = 64,
-        page_len: int = 4,
+        page_size: int = 4,
         max_rows: int = 8,
     ) -> None:
         config = config_from_hf(tiny_config(vocab_size=VOCAB_SIZE), where="config.json")
-        sizes = Sizes(config, 1, max_seq, "f32", page_len=page_len, max_rows=max_rows)
+        sizes = Sizes(config, 1, max_seq, "f32", page_size=page_size, max_rows=max_rows)
         self.hooks: list[Hook] = []
         self.calls: list[tuple[str, dict[str, int]]] = []
         self._entries = {name: self._entry(name, sizes) for name in names}
@@ -186,7 +186,7 @@ def check(engine: Engine) -> None:
     jobs = [*scheduler.running, *scheduler.waiting]
     scheduler.pool.check([job.pages for job in jobs])
     for job in jobs:
-        job.check(scheduler.pool.page_len)
+        job.check(scheduler.pool.page_size)
     assert not any(job.pages for job in scheduler.waiting)
 
 

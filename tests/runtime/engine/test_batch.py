@@ -9,7 +9,7 @@ from llama_runtime.engine.request import Job
 from llama_runtime.engine.scheduler import Piece, Plan
 from tests.runtime.engine.fakes import request
 
-PAGE_LEN = 4
+PAGE_SIZE = 4
 
 
 def piece(tokens: list[int], pages: list[int], start: int, end: int) -> Piece:
@@ -23,7 +23,7 @@ STEP = piece([20, 21, 22, 23, 24], [7, 3], 4, 5)
 
 
 def lists(plan: Plan, sizes: Sizes) -> dict[str, object]:
-    return {name: t.tolist() for name, t in batch.inputs(plan, sizes, PAGE_LEN).items()}
+    return {name: t.tolist() for name, t in batch.inputs(plan, sizes, PAGE_SIZE).items()}
 
 
 def test_steps_with_an_idle_row() -> None:
@@ -71,10 +71,10 @@ def test_the_rows_of_the_logits_that_are_asked_for(plan: Plan, rows: list[int]) 
 )
 def test_sizes_are_the_smallest_or_powers_of_two(has_buckets: bool, expected: Sizes) -> None:
     ranges = Ranges(Dim("Rows", 1, 6), Dim("Pages", 1, 3), Dim("P", 1, 9), has_buckets)
-    assert ranges.fit(Plan((PROMPT, PROMPT, STEP)), PAGE_LEN) == expected
+    assert ranges.fit(Plan((PROMPT, PROMPT, STEP)), PAGE_SIZE) == expected
 
 
 def test_sizes_keep_to_the_ranges() -> None:
     ranges = Ranges(Dim("Rows", 5, 5), Dim("Pages", 3, 3), Dim("P", 2, 3), has_buckets=True)
-    assert ranges.fit(Plan(steps=(STEP,)), PAGE_LEN) == Sizes(5, 3, 2)
-    assert ranges.fit(Plan((PROMPT,), (STEP,)), PAGE_LEN) == Sizes(5, 3, 3)
+    assert ranges.fit(Plan(steps=(STEP,)), PAGE_SIZE) == Sizes(5, 3, 2)
+    assert ranges.fit(Plan((PROMPT,), (STEP,)), PAGE_SIZE) == Sizes(5, 3, 3)

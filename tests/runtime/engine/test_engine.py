@@ -209,7 +209,7 @@ def test_what_could_never_run_is_refused_and_changes_nothing(
 
 
 def test_a_prompt_that_the_pool_cannot_hold_is_refused_with_both_numbers() -> None:
-    engine = engine_of(FakeBundle(max_seq=256, page_len=16), pages=8)
+    engine = engine_of(FakeBundle(max_seq=256, page_size=16), pages=8)
     with pytest.raises(InputError, match="needs 13 pages, the pool has 8"):
         engine.add(request("a", prompt_of(200)))
 
@@ -268,7 +268,7 @@ def test_sizes_that_nobody_chose_fill_every_row() -> None:
 
 @pytest.mark.parametrize("length", range(15, 34))
 def test_lengths_around_pages_of_16_on_a_pool_that_was_used(length: int) -> None:
-    engine = engine_of(FakeBundle(max_seq=64, page_len=16), pages=4, has_prefix_cache=False)
+    engine = engine_of(FakeBundle(max_seq=64, page_size=16), pages=4, has_prefix_cache=False)
     engine.add(request("before", prompt_of(50, seed=1), 10))
     finish(engine)
     engine.add(request("a", prompt_of(length), 4))

@@ -25,7 +25,7 @@ from tests.runtime.engine.fakes import (
     tokens_of,
 )
 
-PAGE_LEN = 4
+PAGE_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def test_every_request_ends_and_no_step_is_idle(
     visits: list[Visit],
     faults: set[int],
 ) -> None:
-    bundle = FakeBundle(names, page_len=PAGE_LEN)
+    bundle = FakeBundle(names, page_size=PAGE_SIZE)
     sizes = {"rows": rows, "pages": pages, "token_budget": token_budget}
     engine = engine_of(bundle, has_prefix_cache=has_prefix_cache, **sizes)
     run = Run(engine, {str(number): visit for number, visit in enumerate(visits)})
@@ -145,7 +145,7 @@ def test_every_request_ends_and_no_step_is_idle(
     assert stats.pages_used == stats.num_running == stats.num_waiting == 0
     assert run.outputs.keys() == run.visits.keys()
     for name in run.visits:
-        run.check_end(name, pages * PAGE_LEN)
+        run.check_end(name, pages * PAGE_SIZE)
 
 
 def lose_device(run: Run, faults: set[int]) -> None:

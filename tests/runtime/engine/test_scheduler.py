@@ -7,7 +7,7 @@ from llama_runtime.engine.request import Job
 from llama_runtime.engine.scheduler import Scheduler
 from tests.runtime.engine.fakes import prompt_of, request
 
-PAGE_LEN = 4
+PAGE_SIZE = 4
 Calls = list[tuple[list[tuple[str, int, int]], list[str]]]
 
 
@@ -35,7 +35,7 @@ def scheduler_of(
     can_mix: bool = True,
 ) -> Scheduler:
     scheduler = Scheduler(
-        PagePool(pages, PAGE_LEN),
+        PagePool(pages, PAGE_SIZE),
         max_rows=rows,
         token_budget=budget,
         max_piece=max_piece,
@@ -126,7 +126,7 @@ def test_who_was_sent_back_goes_on_from_what_is_still_known() -> None:
     scheduler.end(scheduler.running[0])
     (prompts, _), *_ = calls(scheduler, 1)
     name, start, end = prompts[0]
-    assert (name, start % PAGE_LEN, end) == ("b", 0, 9)
+    assert (name, start % PAGE_SIZE, end) == ("b", 0, 9)
     assert start in (4, 8)
     assert scheduler.prefix_hit_tokens == 0  # no prompt's first time
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from llama_artifacts.errors import InputError, LlamaExportError
 from llama_runtime.engine import Output, Request, Stats
 
-PAGE_LEN, NUM_PAGES = 16, 64
+PAGE_SIZE, NUM_PAGES = 16, 64
 Answer = Sequence[int | LlamaExportError | None]
 """Tokens; None is a stop token, an error a failure of the request."""
 
@@ -23,7 +23,7 @@ class _Job:
 
     @property
     def num_pages(self) -> int:
-        return -(-(len(self.request.prompt) + self.num_done) // PAGE_LEN)
+        return -(-(len(self.request.prompt) + self.num_done) // PAGE_SIZE)
 
 
 @dataclass

@@ -199,7 +199,7 @@ def test_curl_without_a_content_type_is_refused(api: Running) -> None:
     )
 
 
-def test_stop_strings_across_tokens(api: Running, engine: FakeEngine) -> None:
+def test_stop_texts_across_tokens(api: Running, engine: FakeEngine) -> None:
     settings: Any = {"model": MODEL, "prompt": "or not", "max_tokens": 50, "stop": ["orl", "😀"]}
     whole = api.client.completions.create(**settings).choices[0]
     chunks = list(api.client.completions.create(**settings, stream=True))
