@@ -24,7 +24,7 @@ def find_device(name: str, group: Group | None = None) -> torch.device:
     try:
         device = torch.device(str(name))
     except RuntimeError as cause:
-        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device") from cause
+        raise _unknown(name) from cause
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise CompatibilityError(
@@ -36,5 +36,10 @@ def find_device(name: str, group: Group | None = None) -> torch.device:
             raise CompatibilityError(f"no device `{name}`: this machine has {count} CUDA device(s)")
         return torch.device("cuda", index)
     if device.type != "cpu":
-        raise InputError(f"expected cpu, cuda or cuda:N, got `{name}`", where="device")
+        raise _unknown(name)
     return torch.device("cpu")
+
+
+def _unknown(name: str) -> InputError:
+    message = f"expected cpu, cuda or cuda:N, got `{name}`"
+    return InputError(message, where="device", hint="where none is named, programs run on the CPU")

@@ -113,7 +113,8 @@ def read(
     """
     if not path.is_file():
         what = "something else" if path.exists() else "no such file"
-        raise IntegrityError(f"expected a snapshot, got {what}", where=path, hint=_HINT)
+        hint = "name a file that `--save-state` or `Session.save` wrote"
+        raise IntegrityError(f"expected a snapshot, got {what}", where=path, hint=hint)
     metadata = read_header(path, error=IntegrityError).metadata
     if (kind := metadata.get("kind")) != KIND:
         raise IntegrityError(f"expected a `{KIND}`, got {kind!r:.60}", where=path, hint=_HINT)

@@ -216,3 +216,15 @@ def test_states_are_loaded_before_the_first_token_and_saved_after_the_last(
         ("save", Path("new.state"), 3),
     ]
     assert "tokens       3 prompt (2 from a file), 3 new\n" in result.stderr
+
+
+def test_a_state_without_a_folder_to_go_to_is_refused_before_anything_is_loaded(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    path = tmp_path / "none" / "new.state"
+    result = invoke("run", "b", "-p", "Why?", "--save-state", path)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"error: {path}: cannot be written: no such folder\nhint: choose another file\n"
+    )
+    assert not runtime.calls

@@ -255,6 +255,7 @@ def test_a_device_of_no_such_name(folder: Path, name: Any, message: str) -> None
     with pytest.raises(LlamaExportError) as caught:
         llama_runtime.load(folder, device=name)
     assert caught.value.message == message
+    assert caught.value.hint == "where none is named, programs run on the CPU"
 
 
 def test_a_device_that_is_not_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llama_artifacts.errors import SessionError
 from llama_runtime.cli import output, ranks
 from llama_runtime.cli.figures import Figures, follow, make_figures, show_stats
 from llama_runtime.cli.options import (
@@ -106,6 +107,16 @@ class StateFiles:
 
     load_state: Path | None
     save_state: Path | None
+
+    def check_folder(self) -> None:
+        """Refuses a file that could not be written at the end, before anything is loaded.
+
+        Raises:
+            SessionError: its folder is not there.
+        """
+        if self.save_state is not None and not self.save_state.absolute().parent.is_dir():
+            message = "cannot be written: no such folder"
+            raise SessionError(message, where=self.save_state, hint="choose another file")
 
     def check(self, loaded: LoadedBundle) -> None:
         """Refuses them where states are parts of a whole, as `llama_runtime.snapshot.check_alone`."""
@@ -277,6 +288,7 @@ def command(*, stats: bool, as_json: bool, **values: Any) -> None:
     question, files = take(Question, values), take(StateFiles, values)
     loading = take(LoadOptions, values)
     question.check()
+    files.check_folder()
     if question.prompt == STDIN and not ranks.is_follower():
         question = replace(question, prompt=_read_stdin())
     answer = _generate(loading, question, files, values, is_shown=not as_json)
