@@ -33,17 +33,17 @@ def test_a_page_that_is_there_is_kept_unless_forced(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-2:] == [
         f"error: {page}: the output exists",
-        "hint: replace it with --force, or choose another with -o",
+        "hint: replace it with --overwrite, or choose another with -o",
     ]
     assert page.read_text() == "mine"
-    assert invoke("report", bundle, "-o", page, "--force").exit_code == 0
+    assert invoke("report", bundle, "-o", page, "--overwrite").exit_code == 0
     assert page.read_text(encoding="utf-8") != "mine"
 
 
 @pytest.mark.parametrize("place", [".", "missing/report.html"], ids=["a folder", "no folder"])
 def test_a_page_that_cannot_be_written(tmp_path: Path, place: str) -> None:
     bundle = write_shown(tmp_path / "b")
-    result = invoke("report", bundle, "-o", tmp_path / place, "--force")
+    result = invoke("report", bundle, "-o", tmp_path / place, "--overwrite")
     assert result.exit_code == 1
     assert "error: " in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

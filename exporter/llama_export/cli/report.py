@@ -13,7 +13,10 @@ from llama_export.cli.options import Command, bundle_argument, json_option, opti
 
 EXAMPLES = (
     ("The page, beside the bundle:", "llama-export report smollm2-135m -o report.html"),
-    ("In the place of an older one:", "llama-export report smollm2-135m -o report.html --force"),
+    (
+        "In the place of an older one:",
+        "llama-export report smollm2-135m -o report.html --overwrite",
+    ),
 )
 
 
@@ -28,9 +31,15 @@ EXAMPLES = (
     metavar="FILE",
     help="The HTML file to write.",
 )
-@option("--force", is_flag=True, show_default=False, help="Replace a file that is there.")
+@option(
+    "--overwrite",
+    "overwrites",
+    is_flag=True,
+    show_default=False,
+    help="Replace a file that is there.",
+)
 @json_option
-def command(*, bundle: Path, page: Path, force: bool, as_json: bool) -> None:
+def command(*, bundle: Path, page: Path, overwrites: bool, as_json: bool) -> None:
     """Write a page that shows a bundle.
 
     BUNDLE is the folder that `llama-export build` wrote.
@@ -49,7 +58,7 @@ def command(*, bundle: Path, page: Path, force: bool, as_json: bool) -> None:
     opened = open_bundle(bundle)
     with output.reporter() as reporter:
         text = render(opened, reporter=reporter)
-    num_bytes = write_page(page, text, is_replacing=force)
+    num_bytes = write_page(page, text, is_replacing=overwrites)
     if as_json:
         output.write_json({"bundle": str(bundle), "page": str(page), "bytes": num_bytes})
     else:

@@ -42,7 +42,7 @@ DEFAULTS = Options()
     group=OUTPUT,
     required=True,
     type=click.Path(path_type=Path),
-    metavar="FOLDER",
+    metavar="DIR",
     help="The model repository to write; it must not exist.",
 )
 @option(

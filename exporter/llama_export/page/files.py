@@ -19,7 +19,7 @@ def write_page(path: Path, text: str, *, is_replacing: bool) -> int:
     data = text.encode()
     try:
         if path.is_dir() or (path.exists() and not is_replacing):
-            hint = "replace it with --force, or choose another with -o"
+            hint = "replace it with --overwrite, or choose another with -o"
             raise BuildError("the output exists", where=path, hint=hint)
         write_whole(path, data)
     except OSError as cause:
