@@ -47,7 +47,8 @@ def verify(
 
     Raises:
         ManifestError, IntegrityError: the bundle cannot even be opened.
-        VerificationError: a law or an entry does not exist, or a law asked for applies to nothing.
+        VerificationError: a law, an entry or a format does not exist, or a law asked for applies to
+            nothing.
         CompatibilityError: weights that are elsewhere cannot be had.
     """
     reporter = reporter or Reporter()
@@ -202,12 +203,16 @@ def _chosen(
         if not any(name in _names(program) for program in manifest.programs):
             hint = f"it has {', '.join(manifest.entries())}"
             raise VerificationError(f"the bundle has no entry `{name}`", hint=hint)
-    return tuple(
+    programs = tuple(
         program
         for program in manifest.programs
-        if (formats is None or program.format in formats)
-        and (not entries or _names(program).intersection(entries))
+        if not entries or _names(program).intersection(entries)
     )
+    for format in formats or ():
+        if not any(program.format == format for program in programs):
+            hint = f"it has {', '.join(dict.fromkeys(program.format for program in programs))}"
+            raise VerificationError(f"the bundle has no such program in {format}", hint=hint)
+    return tuple(program for program in programs if not formats or program.format in formats)
 
 
 def _names(program: Program) -> set[str]:

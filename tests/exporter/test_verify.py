@@ -212,6 +212,12 @@ def test_only_the_programs_of_the_formats_asked_for(small: Path) -> None:
     assert [(r.law, r.format) for r in results] == [("integrity", ""), *([("parity", "onnx")] * 2)]
 
 
+def test_a_format_that_no_program_has_is_refused(small: Path) -> None:
+    with pytest.raises(VerificationError, match="no such program in aoti") as caught:
+        verify(small, formats=("pt2", "aoti"))
+    assert caught.value.hint == "it has pt2, onnx"
+
+
 def test_programs_for_another_machine_are_noted_and_not_run(bundle: Path) -> None:
     def for_cuda(manifest: Manifest) -> Manifest:
         programs = [
