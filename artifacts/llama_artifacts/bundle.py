@@ -96,10 +96,10 @@ def check_digest(bundle: Bundle, name: str) -> None:
 
 
 @contextlib.contextmanager
-def staging(target: Path, *, replaces: bool = False) -> Iterator[Path]:
+def staging(target: Path, *, overwrites: bool = False) -> Iterator[Path]:
     """A new folder beside `target` that takes its place when the block ends well.
 
-    With `replaces`, a bundle that is there stays until then, and is exchanged for the new one at
+    With `overwrites`, a bundle that is there stays until then, and is exchanged for the new one at
     once: at every moment one of the two is whole under the name.
 
     The folder is removed when the block fails, also by an interrupt; what a killed process left
@@ -112,20 +112,20 @@ def staging(target: Path, *, replaces: bool = False) -> Iterator[Path]:
             written, the file system is full, or another build holds it. Errors of the block that have nothing to do with it pass unchanged.
     """
     with _os_errors(target):
-        _refuse_existing(target, replaces)
+        _refuse_existing(target, overwrites)
         _make_parents(target)
     with _lock(target):
         folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
         try:
             with _os_errors(target):
-                _refuse_existing(target, replaces)  # another build may just have ended
+                _refuse_existing(target, overwrites)  # another build may just have ended
                 _remove_left_overs(target)
                 folder.mkdir()
             with _os_errors(target, within=folder):
                 yield folder
             with _os_errors(target):
                 _sync(folder)
-                _refuse_existing(target, replaces)
+                _refuse_existing(target, overwrites)
                 if target.exists():
                     _exchange(folder, target)
                 else:
@@ -234,11 +234,11 @@ def check_space(target: Path, needed_bytes: int) -> None:
         )
 
 
-def _refuse_existing(target: Path, replaces: bool) -> None:
+def _refuse_existing(target: Path, overwrites: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     hint = "remove it, or choose another with -o"
-    if not replaces:
+    if not overwrites:
         raise BuildError("the output exists", where=target, hint=hint)
     if target.is_symlink() or not (target / manifests.FILE_NAME).is_file():
         raise BuildError("the output exists and is no bundle", where=target, hint=hint)

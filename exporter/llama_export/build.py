@@ -73,7 +73,7 @@ def build(
     output = blueprint.output
     own_bytes = 0 if recipe.weights == "none" else blueprint.plan.num_bytes
     check_space(output, own_bytes + len(blueprint.drafts) * PROGRAM_BYTES)
-    with staging(output, replaces=recipe.overwrites) as folder:
+    with staging(output, overwrites=recipe.overwrites) as folder:
         _write_assets(blueprint.checkpoint.assets(), folder)
         written = _write_weights(blueprint, folder, reporter)
         made = make_all(blueprint, folder, reporter=reporter, cache=cache)

@@ -252,7 +252,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_bundle_is_replaced_at_once_by_a_whole_one(old: Path) -> None:
-    with staging(old, replaces=True) as folder:
+    with staging(old, overwrites=True) as folder:
         write_sample(folder, name="new")
         assert manifest_file.read(old).name == "old"
     assert manifest_file.read(old).name == "new"
@@ -260,7 +260,7 @@ def test_a_bundle_is_replaced_at_once_by_a_whole_one(old: Path) -> None:
 
 
 def test_where_nothing_is_to_be_replaced_the_new_one_appears(tmp_path: Path) -> None:
-    with staging(tmp_path / "b", replaces=True) as folder:
+    with staging(tmp_path / "b", overwrites=True) as folder:
         write_sample(folder)
     assert manifest_file.read(tmp_path / "b")
 
@@ -270,7 +270,7 @@ def test_the_old_bundle_survives_a_failure(old: Path, failure: type[BaseExceptio
     before = {path.name: path.read_bytes() for path in old.iterdir()}
 
     def build_new() -> None:
-        with staging(old, replaces=True) as folder:
+        with staging(old, overwrites=True) as folder:
             write_sample(folder, name="new")
             raise failure
 
@@ -288,7 +288,7 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, old: Path) -> None:
     for name in ("notes", "file", "link"):
         with (
             pytest.raises(BuildError, match="exists and is no bundle"),
-            staging(tmp_path / name, replaces=True),
+            staging(tmp_path / name, overwrites=True),
         ):
             raise AssertionError
     assert (tmp_path / "notes" / "mine.txt").read_text() == "x"
@@ -302,7 +302,10 @@ def test_a_file_system_without_exchange_is_told(old: Path, monkeypatch: pytest.M
             return -1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *words, **options: Libc)
-    with pytest.raises(BuildError, match="cannot exchange"), staging(old, replaces=True) as folder:
+    with (
+        pytest.raises(BuildError, match="cannot exchange"),
+        staging(old, overwrites=True) as folder,
+    ):
         write_sample(folder, name="new")
     assert manifest_file.read(old).name == "old"
     assert [path.name for path in old.parent.iterdir()] == ["b"]

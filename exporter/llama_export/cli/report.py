@@ -58,7 +58,7 @@ def command(*, bundle: Path, page: Path, overwrites: bool, as_json: bool) -> Non
     opened = open_bundle(bundle)
     with output.reporter() as reporter:
         text = render(opened, reporter=reporter)
-    num_bytes = write_page(page, text, is_replacing=overwrites)
+    num_bytes = write_page(page, text, overwrites=overwrites)
     if as_json:
         output.write_json({"bundle": str(bundle), "page": str(page), "bytes": num_bytes})
     else:

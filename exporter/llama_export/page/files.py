@@ -10,7 +10,7 @@ from llama_artifacts.errors import BuildError
 _HINT = "choose another file with -o"
 
 
-def write_page(path: Path, text: str, *, is_replacing: bool) -> int:
+def write_page(path: Path, text: str, *, overwrites: bool) -> int:
     """Writes the page as `write_whole` does; returns its bytes.
 
     Raises:
@@ -18,7 +18,7 @@ def write_page(path: Path, text: str, *, is_replacing: bool) -> int:
     """
     data = text.encode()
     try:
-        if path.is_dir() or (path.exists() and not is_replacing):
+        if path.is_dir() or (path.exists() and not overwrites):
             hint = "replace it with --overwrite, or choose another with -o"
             raise BuildError("the output exists", where=path, hint=hint)
         write_whole(path, data)
