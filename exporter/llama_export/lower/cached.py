@@ -77,7 +77,11 @@ class AttendCached(Kernel):
             group=int(num_heads) // int(kv_heads),
             scale=repr(int(width) ** -0.5),
         )
-        return headers("vectors", "products", "cached"), [*parameters, ("float*", "y")], body
+        return (
+            headers("vectors", "products", "places", "cached"),
+            [*parameters, ("float*", "y")],
+            body,
+        )
 
 
 @register_lowering(torch.ops.llama_export.attend_cached.default, type_promotion_kind=None)
