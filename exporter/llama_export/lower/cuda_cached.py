@@ -6,7 +6,7 @@ each gives its largest score, the sum of its weights and its weighted values, an
 merges them. All query heads of a key/value head are attended for at once, so each key is read once.
 
 Every number that decides what is launched is a size: the grid is that of the widest table, nothing is
-read back, and a split that begins past its token's position returns at once. Splits have one length,
+read back, and a split that begins past its token's position reads no key. Splits have one length,
 whatever the call, so that a token's result depends neither on other tokens nor on padding.
 
 Shape letters: P tokens, N query heads, K key/value heads, G = N / K, D head width, C pages of L
@@ -57,8 +57,6 @@ def _attend(
     token, shared, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = split * SPLIT_LEN
     position = tl.load(positions + token)
-    if first > position:
-        return
     end = tl.minimum(first + SPLIT_LEN, position + 1)
     pages = table + tl.load(rows + token).to(tl.int64) * num_columns
     dtype = q.dtype.element_ty
@@ -89,9 +87,12 @@ def _attend(
         )
         top = new_top
     kept = own.to(tl.int64) * num_splits + split
-    tl.store(tops + kept, top, mask=head < G)
-    tl.store(totals + kept, total, mask=head < G)
-    tl.store(mixed + kept[:, None] * D + part[None, :], sums, mask=is_own)
+    # No early return for a split past the position, whose loop is empty: torch, which reads from the
+    # compiled kernel what it writes, would have to take it that it writes all it is given.
+    is_kept = (head < G) & (first <= position)
+    tl.store(tops + kept, top, mask=is_kept)
+    tl.store(totals + kept, total, mask=is_kept)
+    tl.store(mixed + kept[:, None] * D + part[None, :], sums, mask=is_own & is_kept[:, None])
 
 
 @triton.jit
