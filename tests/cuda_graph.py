@@ -1,4 +1,4 @@
-"""Counts the launches of our kernels in the graphs that AOTInductor would compile for a device.
+"""Counts the launches of our kernels in the graphs that AOTInductor would compile, and what they write.
 
 As a script; it prints them by entry. Programs are traced and their operators replaced as for a
 device, then brought into the form that Inductor takes, for which no device is needed.
@@ -42,7 +42,8 @@ def launches(entry: str) -> Counter[str]:
     for node in compiled.graph.nodes:
         if node.target is triton_kernel_wrapper_functional:
             kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-            found[kernel.fn.__name__] += 1
+            written = " ".join(sorted(node.kwargs["tensors_to_clone"]))
+            found[f"{kernel.fn.__name__} writes {written}"] += 1
     return found
 
 
