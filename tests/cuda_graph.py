@@ -31,7 +31,7 @@ class AnyDevice:
         return GPUTarget("cuda", 90, 32)
 
 
-ENTRIES = ("decode", "decode_rows", "decode_paged")
+ENTRIES = ("decode", "decode_paged")
 
 
 def launches(entry: str) -> Counter[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
         reason="triton is not installed: it comes with PyPI's torch, or by `pip install triton`",
