@@ -134,8 +134,11 @@ def random_weights(found: Network, device: torch.device) -> dict[str, torch.Tens
 class Bench:
     """Runs cases on one device."""
 
-    def __init__(self, device: torch.device, folder: Path, max_seq: int) -> None:
+    def __init__(
+        self, device: torch.device, folder: Path, max_seq: int, *, batch: int = BATCH
+    ) -> None:
         self._device = device
+        self._batch = batch
         self._folder = folder
         self._max_seq = max_seq
 
@@ -170,10 +173,14 @@ class Bench:
             prepare_s=round(prepare_s, 1),
         )
 
+    def graphed(self, case: Case, found: Network, weights: Mapping[str, torch.Tensor]) -> Entry:
+        """The entry of a case, through graphs."""
+        return self._entries(self._lowered(case, found, weights))[2]
+
     def _lowered(self, case: Case, found: Network, weights: Mapping[str, torch.Tensor]) -> Loading:
         own = registry.Sizes(
             found.config,
-            batch=BATCH,
+            batch=self._batch,
             max_seq=self._max_seq,
             dtype=found.dtype,
             page_size=PAGE_SIZE,

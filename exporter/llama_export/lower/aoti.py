@@ -67,7 +67,8 @@ class AotiBackend:
         if place.device == "cpu":
             has_pairs = dtype == torch.bfloat16 and _isa(place.isa) == "avx512"
             return replace(form, max_fused_rows=_ANY_ROWS if has_pairs else MAX_ROWS)
-        return replace(form, has_fp8_units=torch.cuda.get_device_capability() >= (8, 9))
+        has_units = torch.cuda.get_device_capability() >= (8, 9)
+        return replace(form, max_fused_rows=MAX_ROWS, device="cuda", has_fp8_units=has_units)
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:
         options, target = _options_for(job, place)
@@ -92,7 +93,9 @@ class AotiBackend:
             tensor = _value(name, info, job, place)
             program.state_dict[name] = as_kind(program.state_dict[name], tensor)
         if place.device == "cuda":
-            program = move_to_device_pass(program, "cuda")
+            from llama_export.lower.cuda import with_kernels  # where Triton is
+
+            program = with_kernels(move_to_device_pass(program, "cuda"))
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
         with compiler(options), processes(job.form):

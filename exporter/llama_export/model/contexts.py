@@ -70,7 +70,7 @@ def paged(
     states: Sequence[State],
 ) -> Paged:
     """Of tokens [P] kept at pool slots [P], each over the pages of its row, table [rows, Q]."""
-    has_kernel = _has_kernel(form, states)
+    has_kernel = _has_kernel(form, states, is_step=rows is None)
     return Paged(positions, slots, rows, table, capacity_of(states), has_kernel)
 
 
@@ -105,7 +105,7 @@ def _cached(
     form: Formulation, positions: Tensor, first: Tensor, num_new: int, states: Sequence[State]
 ) -> CachedRows:
     num_rows, capacity = states[0][0].shape[0], capacity_of(states)
-    if _has_kernel(form, states):
+    if _has_kernel(form, states, is_step=num_new == 1):
         return CachedRows(num_rows, positions, capacity, None, is_fused=True, has_kernel=True)
     start = start_of(form, first, num_new, capacity)
     num_keys = capacity if start is None else start + num_new
@@ -114,7 +114,10 @@ def _cached(
     return CachedRows(num_rows, positions, num_keys, visible, is_fused)
 
 
-def _has_kernel(form: Formulation, states: Sequence[State]) -> bool:
+def _has_kernel(form: Formulation, states: Sequence[State], *, is_step: bool) -> bool:
+    """Whether `attend_cached` has a kernel for these states, and for one new token a row or more."""
+    if form.device == "cuda":
+        return form.is_fused and is_step
     return form.is_fused and states[0][0].shape[3] % WIDTH_MULTIPLE == 0
 
 

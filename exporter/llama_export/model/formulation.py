@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ class Formulation:
             in use; not for CUDA graphs, where attention covers the whole state under a mask.
         max_fused_rows: products of up to so many rows are one pass over the stored weights (see
             `llama_export.model.products`); 0: no compiler that fuses will see the graph.
+        device: whose kernels the graph's operators get, where it has any: those for `cpu` take
+            attention over kept keys for any number of new tokens, if the heads fit a vector; those
+            for `cuda` for one new token a row, and products with FP8 weights.
         numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
         has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
         num_shards: processes that run the program together, each with its part of the network.
@@ -30,6 +34,7 @@ class Formulation:
     dtype: torch.dtype
     reads_positions: bool
     max_fused_rows: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
     numerics: Numerics = "exact"
     has_fp8_units: bool = False
     num_shards: int = 1
@@ -39,6 +44,11 @@ class Formulation:
     def is_fused(self) -> bool:
         """Whether a compiler that fuses will see the graph: products, attention and norms."""
         return self.max_fused_rows > 0
+
+    @property
+    def has_fp8_kernel(self) -> bool:
+        """Whether few rows are multiplied by FP8 weights in a kernel, which converts as units do."""
+        return self.is_fused and self.device == "cuda" and self.has_fp8_units
 
     @property
     def is_sharded(self) -> bool:

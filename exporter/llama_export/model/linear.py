@@ -16,7 +16,7 @@ from llama_export.checkpoint.layout import Codes
 from llama_export.model import fp8, integers
 from llama_export.model.collectives import summed
 from llama_export.model.formulation import Formulation
-from llama_export.model.products import products
+from llama_export.model.products import fp8_products, products
 
 
 class RMSNorm(nn.Module):
@@ -60,6 +60,11 @@ class Linear(nn.Module):
     def has_integers(self) -> bool:
         """Whether the weight is codes of small integers (see `llama_export.model.integers`)."""
         return self.weight_scale is not None and self.weight.dtype in integers.DTYPES
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the weight is FP8 codes (see `llama_export.model.fp8`)."""
+        return self.weight_scale is not None and not self.has_integers
 
     @property
     def has_addition(self) -> bool:
@@ -115,13 +120,19 @@ class Embedding(Linear):
 
 def together(x: Tensor, *layers: Linear) -> list[Tensor]:
     """Linear layers of the same x [..., in], as one pass over their weights for few rows."""
+    form = layers[0].form
     scales = [layer.weight_scale for layer in layers if layer.weight_scale is not None]
-    has_kernel = not scales or all(layer.has_integers for layer in layers)
-    is_small = statically_known_true(math.prod(x.shape[:-1]) <= layers[0].form.max_fused_rows)
+    has_fp8 = form.has_fp8_kernel and all(layer.has_fp8 for layer in layers)
+    has_kernel = not scales or has_fp8 or all(layer.has_integers for layer in layers)
+    is_small = statically_known_true(math.prod(x.shape[:-1]) <= form.max_fused_rows)
     if not has_kernel or not is_small:
         return [layer.apart(x) for layer in layers]
     weights = [layer.weight for layer in layers]
     is_rounded = not any(layer.has_addition for layer in layers)
-    y = products(x.flatten(0, -2), weights, scales, is_rounded).unflatten(0, x.shape[:-1])
-    parts = y.split([weight.shape[0] for weight in weights], dim=-1)
+    flat = x.flatten(0, -2)
+    if has_fp8:
+        y = fp8_products(flat, weights, scales, form.numerics == "exact", is_rounded)
+    else:
+        y = products(flat, weights, scales, is_rounded)
+    parts = y.unflatten(0, x.shape[:-1]).split([weight.shape[0] for weight in weights], dim=-1)
     return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llama_export.model import integers
+from llama_export.model import fp8, integers
 
 
 @torch.library.custom_op("llama_export::products", mutates_args=())
@@ -36,6 +36,40 @@ def products(
 @products.register_fake
 def _(
     x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], is_rounded: bool
+) -> Tensor:
+    size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
+    return x_RH.new_empty(size, dtype=x_RH.dtype if is_rounded else torch.float32)
+
+
+@torch.library.custom_op("llama_export::fp8_products", mutates_args=())
+def fp8_products(
+    x_RH: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    is_exact: bool,
+    is_rounded: bool,
+) -> Tensor:
+    """X [R, H] times each weight of FP8 codes [V, H] and scales [V, 1], as `products` has them.
+
+    Where it is exact, a weight is rounded to x's dtype as if it were stored in it; else the scale is
+    applied to the sum. The operator has a kernel on CUDA devices (`llama_export.lower.cuda_products`).
+    """
+    parts = []
+    for codes, scale in zip(weights, scales, strict=True):
+        weight = fp8.decode(codes, scale, x_RH.dtype) if is_exact else codes
+        y = (x_RH.float()[:, None] * weight.float()).sum(-1)
+        parts.append(y if is_exact else y * scale.float()[:, 0])
+    y = torch.cat(parts, dim=-1)
+    return y.to(x_RH.dtype) if is_rounded else y
+
+
+@fp8_products.register_fake
+def _(
+    x_RH: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    is_exact: bool,
+    is_rounded: bool,
 ) -> Tensor:
     size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
     return x_RH.new_empty(size, dtype=x_RH.dtype if is_rounded else torch.float32)
