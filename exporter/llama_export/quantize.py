@@ -20,7 +20,6 @@ from llama_export.checkpoint.layout import BLOCK, EIGHT_BITS, EMBEDDING, HEAD, P
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.model.integers import OFFSET, pack
 
-SCALE_DTYPE = "bf16"
 DEFAULT_GROUP_SIZES: dict[IntegerKind, int | None] = {"int8": 64, "int4": 32}
 """Values that share a scale where nothing else is asked for."""
 
@@ -68,8 +67,7 @@ def quantized_tensors(
             found[name] = info
             continue
         _check_width(name, info, codes)
-        found[name] = TensorInfo(codes.dtype, codes.shape(info.shape))
-        found[scale_name(name)] = TensorInfo(SCALE_DTYPE, codes.scale_shape(info.shape))
+        found |= codes.tensors(name.removesuffix(".weight"), info.shape)
     return found
 
 

@@ -132,7 +132,7 @@ def from_model(
         ChoiceError: it cannot be quantised so.
     """
     network = _unquantised(model, dtype)
-    is_fp8 = FP8 in coded_modules(network.tensors).values()
+    is_fp8 = any(codes.is_fp8 for codes in coded_modules(network.tensors).values())
     quantized = choose(quantize, group_size, is_fp8=is_fp8)
     if quantized is None:
         return network
