@@ -18,8 +18,6 @@ from llama_export.checkpoint.layout import BLOCK
 
 OFFSET = 8
 """What is added to a code of four bits, unless there are minima."""
-DTYPES = (torch.int8, torch.uint8)
-"""Of codes of eight bits, and of pairs of codes of four."""
 
 
 def linear(
