@@ -22,7 +22,14 @@ def kept_codes(bundle: Bundle) -> dict[str, int]:
     Raises:
         IntegrityError: a file of weights breaks the format.
     """
-    if bundle.manifest.quantized is not None:
+    manifest = bundle.manifest
+    bound = {
+        name
+        for program in manifest.programs
+        if program.numerics is None  # not FP8
+        for name in program.constants
+    }
+    if manifest.quantized is not None or not any(name.endswith(SCALE) for name in bound):
         return {}
     stored = {name: tensor for name, (_, tensor) in stored_tensors(bundle).items()}
     counts: Counter[str] = Counter()

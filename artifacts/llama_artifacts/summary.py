@@ -1,6 +1,7 @@
 """What a bundle holds, for people (facts and tables of text) and for programs (a dict).
 
-It reads the manifest and the weights' headers.
+It reads the manifest; of a bundle whose programs several processes share, or whose weights are
+integers that the build did not make, the weights' headers, too.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_the_operator_is_products_side_by_side() -> None:
 
 def test_the_operator_is_whole() -> None:
     x, weights = draw(2, 33, seed=0), [draw(5, 33, seed=1), draw(2, 33, seed=2).bfloat16()]
-    torch.library.opcheck(torch.ops.llama_export.products.default, (x, weights, [], False))
+    torch.library.opcheck(torch.ops.llama_export.products.default, (x, weights, [], [], False))
 
 
 @pytest.mark.slow

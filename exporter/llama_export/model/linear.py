@@ -64,7 +64,7 @@ class Linear(nn.Module):
     @property
     def has_kernel(self) -> bool:
         """Whether few rows are multiplied with the weight by the operator `products`."""
-        return self.codes is None or not self.codes.is_fp8
+        return self.weight.dtype != torch.float8_e4m3fn
 
     @property
     def has_addition(self) -> bool:

@@ -31,7 +31,7 @@ def products(
     """
     wide = [weight.float() for weight in weights]
     if scales:
-        lowest = minima or [None] * len(scales)
+        lowest: Sequence[Tensor | None] = minima or [None] * len(scales)
         parts = zip(weights, scales, lowest, strict=True)
         wide = [integers.decode(*part, torch.float32) for part in parts]
     y = torch.cat([(x_RH[:, None] * weight).sum(-1) for weight in wide], dim=-1)
