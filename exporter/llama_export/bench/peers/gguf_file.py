@@ -82,8 +82,8 @@ def write_gguf(
         order = _row_order(name, bundle.manifest)
         module = name.removesuffix(".weight")
         found = [weights[module + ending] for ending in FACTORS if module + ending in weights]
-        factors = [order(part) if len(part) == len(weight) else part for part in found]
-        array, kind = blocks(order(weight), factors, compute, dtype or compute)
+        ordered = [order(part) if len(part) == len(weight) else part for part in found]
+        array, kind = blocks(order(weight), ordered, compute, dtype or compute)
         writer.add_tensor(translated, array, raw_dtype=kind)
     _finish(writer)
 
