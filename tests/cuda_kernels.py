@@ -35,7 +35,10 @@ ROUNDING = {F32: 2e-5, BF16: 2**-8, torch.float16: 2**-11}
 
 @dataclass(frozen=True)
 class Product:
-    """Weights of `sizes` rows times x [R, width]; `group`: values that share a scale, 0: a row."""
+    """Weights of `sizes` rows times x [R, width]; `group`: values that share a scale, 0: a row.
+
+    With minima, these and the scales are float32.
+    """
 
     x: torch.dtype
     weight: torch.dtype
@@ -46,16 +49,18 @@ class Product:
     group: int = 0
     is_exact: bool = False
     is_rounded: bool = False
+    has_min: bool = False
 
     def judge(self, device: torch.device) -> tuple[float, float]:
-        x, weights, scales = ([t.to(device) for t in part] for part in self._arguments())
+        parts = [[t.to(device) for t in part] for part in self._arguments()]
+        x, weights, scales, minima = parts
         actual = cuda_products(
-            x[0], weights, scales, self.is_rounded, self.is_exact, self.most_rows
+            x[0], weights, scales, minima, self.is_rounded, self.is_exact, self.most_rows
         )
         if self.weight == FP8:
             expected = fp8_products(x[0], weights, scales, self.is_exact, self.is_rounded)
         else:
-            expected = products(x[0], weights, scales, self.is_rounded)
+            expected = products(x[0], weights, scales, minima, self.is_rounded)
         assert actual.shape == expected.shape
         assert actual.dtype == expected.dtype
         size = float(expected.float().abs().max())
@@ -64,10 +69,11 @@ class Product:
         limit = ROUNDING[self.x if self.is_rounded or is_decoded else F32] * size
         return float((actual.float() - expected.float()).abs().max()), limit
 
-    def _arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _arguments(self) -> tuple[list[Tensor], ...]:
+        """A list of x alone, weights, scales and minima."""
         draw = torch.Generator().manual_seed(self.width + self.rows)
         x = torch.randn(self.rows, self.width, generator=draw).to(self.x)
-        weights, scales = [], []
+        weights, scales, minima = [], [], []
         for size in self.sizes:
             if self.weight in (INT8, INT4):
                 low, high, stored = (-127, 128, 1) if self.weight == INT8 else (0, 256, 2)
@@ -77,8 +83,11 @@ class Product:
                 weights.append(torch.randn(size, self.width, generator=draw).to(self.weight))
             if self.weight in (INT8, INT4, FP8):
                 num = self.width // (self.group or self.width)
-                scales.append((torch.rand(size, num, generator=draw) + 0.5).to(BF16))
-        return [x], weights, scales
+                scale = (torch.rand(size, num, generator=draw) + 0.5).to(BF16)
+                scales.append(scale.to(F32 if self.has_min else BF16))
+                if self.has_min:
+                    minima.append(-8 * torch.rand(size, num, generator=draw))
+        return [x], weights, scales, minima
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,10 @@ PRODUCTS = [
     Product(BF16, INT4, 1, 1, 96, (9,)),
     Product(F32, INT4, 3, 64, 160, (34,), group=32),
     Product(BF16, INT4, 3, 8, 160, (9,)),
+    Product(F32, INT4, 1, 1, 128, (9, 4), group=32, has_min=True),
+    Product(BF16, INT4, 1, 1, 96, (9,), has_min=True),
+    Product(F32, INT4, 3, 8, 160, (34,), group=32, has_min=True),
+    Product(F32, INT8, 1, 1, 96, (9, 4), group=32, has_min=True),
 ]
 ATTENTION = [
     Attention(BF16, 2, 3, 64, 16, (0, 78, 41, 79), 32),

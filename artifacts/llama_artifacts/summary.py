@@ -1,6 +1,7 @@
 """What a bundle holds, for people (facts and tables of text) and for programs (a dict).
 
-It reads the manifest, and of a bundle whose programs several processes share the weights' headers.
+It reads the manifest; of a bundle whose programs several processes share, or whose weights are
+integers that the build did not make, the weights' headers, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.codec import encode
+from llama_artifacts.codes import kept_codes, show_codes
 from llama_artifacts.manifest import WEIGHTS_NAME, File, Manifest, Program, show_shards
 from llama_artifacts.per_rank import Collective, RankWeights, collectives, rank_weights
 from llama_artifacts.signature import Dim, Signature, StateSpec, TensorSpec, show
@@ -72,7 +74,11 @@ class StateGroup:
 
 
 def facts(bundle: Bundle) -> tuple[tuple[str, str], ...]:
-    """The bundle as a whole: what a fact is called, and the fact."""
+    """The bundle as a whole: what a fact is called, and the fact.
+
+    Raises:
+        IntegrityError: a file of weights breaks the format.
+    """
     manifest = bundle.manifest
     model = manifest.model
     head = "tied" if model.tie_word_embeddings else "separate"
@@ -95,6 +101,7 @@ def facts(bundle: Bundle) -> tuple[tuple[str, str], ...]:
         ("batch", f"{manifest.batch}"),
         ("weights", _weights(manifest)),
         *((("quantised", show_quantized(manifest.quantized)),) if manifest.quantized else ()),
+        *((("kept codes", show_codes(codes)),) if (codes := kept_codes(bundle)) else ()),
         ("programs", f"{len(manifest.programs)}, {show_bytes(_program_bytes(manifest))}"),
         ("tokenizer", _tokenizer(manifest)),
         ("stop tokens", " ".join(map(str, manifest.stop_tokens)) or "none"),
@@ -134,6 +141,7 @@ def to_dict(bundle: Bundle) -> dict[str, Any]:
         "model": encode(manifest.model),
         "dtype": manifest.dtype,
         "quantized": encode(manifest.quantized),
+        "kept_codes": kept_codes(bundle),
         "max_seq": manifest.max_seq,
         "usable_positions": manifest.max_seq - 1,
         "batch": manifest.batch,

@@ -40,6 +40,8 @@ from llama_export.shards import cuts_of, part_of, shard
 from llama_runtime.weights import map_weights
 
 MIN_MAX_SEQ = 8
+_CHANGES = {"int8": "makes others", "int4": "makes others", "stored": "lays them out anew"}
+"""What `--quantize` does to weights."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,10 @@ def draw(recipe: Recipe) -> Blueprint:
         recipe.model,
         headers_only=recipe.weights in ("none", "reference"),
         num_layers=recipe.num_layers,
+        keeps_codes=recipe.quantize == "stored",
     )
-    fp8 = coded_modules(checkpoint.tensors)
+    coded = coded_modules(checkpoint.tensors)
+    fp8 = {module for module, codes in coded.items() if codes.is_fp8}
     _check_numerics(recipe, fp8)
     quantized = _quantized(recipe, fp8)
     _check_name(checkpoint)
@@ -230,17 +234,17 @@ def _check_numerics(recipe: Recipe, fp8: Collection[str]) -> None:
 
 def _quantized(recipe: Recipe, fp8: Collection[str]) -> Quantized | None:
     quantized = choose(recipe.quantize, recipe.group_size, is_fp8=bool(fp8))
-    if quantized is not None and recipe.weights in ("link", "reference"):
+    if recipe.quantize is not None and recipe.weights in ("link", "reference"):
         raise ChoiceError(
             f"--weights {recipe.weights} uses weights as they are stored,"
-            f" --quantize {recipe.quantize} makes others",
+            f" --quantize {recipe.quantize} {_CHANGES[recipe.quantize]}",
             hint="use --weights copy",
         )
     return quantized
 
 
 def _quantize_notes(recipe: Recipe, checkpoint: Checkpoint) -> Iterator[str]:
-    if recipe.quantize is None:
+    if recipe.quantize in (None, "stored"):
         return
     kinds = {info.dtype for info in checkpoint.tensors.values()} - set(BY_NAME)
     if kinds:

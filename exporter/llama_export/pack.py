@@ -14,7 +14,7 @@ from llama_artifacts.digests import hashing
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, ChoiceError
 from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File, Quantized
-from llama_export.checkpoint.layout import E4M3, SCALE
+from llama_export.checkpoint.layout import E4M3, FACTORS, SCALE, coded_modules
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Every tensor whose size is a multiple of this many bytes starts at a multiple of it."""
 
-# Weights that a step reads together lie together, then their scales.
+# Weights that a step reads together lie together, then their scales and minima.
 _LAYER_ORDER = (
     ("input_layernorm",),
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,6 +41,8 @@ _PLACES = {
     for group, modules in enumerate(_LAYER_ORDER)
     for place, module in enumerate(modules)
 }
+_PARTS = {ending: place for place, ending in enumerate(FACTORS, 1)}
+"""Where factors come after the weights of their group."""
 _FICLONE = 0x40049409
 """Of ioctl_ficlone(2): the files share their blocks until one of them is written to."""
 _MAX_F16 = 65504.0
@@ -92,7 +94,7 @@ def plan_weights(
         checkpoint: opened by header.
         compute: the compute dtype, which quantised tensors take.
         keeps_stored: a tensor that is stored unquantised keeps its dtype; else all take `compute`.
-            FP8 weights and their scales stay as they are in any case.
+            Codes and what belongs to them stay as they are in any case.
         in_place: use tensors where they are; the own file holds only what is computed.
         quantized: what to make of the matrices; not with `in_place`.
 
@@ -101,13 +103,11 @@ def plan_weights(
             quantised so.
     """
     kept = ("f32", "f16", "bf16") if keeps_stored else ()
+    codes = {f"{module}.weight" for module in coded_modules(checkpoint.tensors)}
     tensors = {
-        name: TensorInfo(
-            info.dtype
-            if info.dtype in kept or info.dtype == E4M3 or name.endswith(SCALE)
-            else compute,
-            info.shape,
-        )
+        name: info
+        if info.dtype in kept or name in codes or name.endswith(FACTORS)
+        else TensorInfo(compute, info.shape)
         for name, info in checkpoint.tensors.items()
     }
     if quantized is not None:
@@ -276,7 +276,7 @@ def _sort_key(name: str, info: TensorInfo) -> tuple[int, int, int, int, int, int
     group, place = _PLACES[".".join(parts[3:-1])]
     if parts[-1] == "bias":  # after all weights of the layer
         group += len(_LAYER_ORDER)
-    return (odd, 1, int(parts[2]), group, int(name.endswith(SCALE)), place, name)
+    return (odd, 1, int(parts[2]), group, _PARTS.get(f".{parts[-1]}", 0), place, name)
 
 
 def _header(tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int]) -> tuple[bytes, int]:

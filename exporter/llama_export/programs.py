@@ -10,7 +10,7 @@ from llama_artifacts.dtypes import from_torch
 from llama_artifacts.manifest import Program
 from llama_export.blueprint import Blueprint, Draft
 from llama_export.cache import ProgramCache
-from llama_export.checkpoint.layout import FP8, coded_modules
+from llama_export.checkpoint.layout import coded_modules
 from llama_export.lower.backend import Lowered, Place, backend
 from llama_export.lower.failures import known_failures
 from llama_export.model.rope import inverse_frequencies
@@ -115,7 +115,8 @@ class Maker:
         seconds: float,
         is_cached: bool,
     ) -> Made:
-        is_fp8 = FP8 in coded_modules(self._blueprint.plan.tensors).values()
+        coded = coded_modules(self._blueprint.plan.tensors).values()
+        is_fp8 = any(codes.is_fp8 for codes in coded)
         program = Program(
             entry=draft.spec.name,
             format=draft.format,

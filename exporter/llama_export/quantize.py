@@ -19,8 +19,8 @@ from llama_artifacts.manifest import IntegerKind, Quantized
 from llama_export.checkpoint.layout import BLOCK, EIGHT_BITS, EMBEDDING, HEAD, PACKED, SCALE, Codes
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.model.integers import OFFSET, pack
+from llama_export.recipe import Quantize
 
-SCALE_DTYPE = "bf16"
 DEFAULT_GROUP_SIZES: dict[IntegerKind, int | None] = {"int8": 64, "int4": 32}
 """Values that share a scale where nothing else is asked for."""
 
@@ -31,17 +31,17 @@ _CHUNK_VALUES = 1 << 24
 
 
 def choose(
-    kind: IntegerKind | None, group_size: str | None, *, is_fp8: bool = False
+    kind: Quantize | None, group_size: str | None, *, is_fp8: bool = False
 ) -> Quantized | None:
-    """What the options `--quantize` and `--group-size` ask for.
+    """What the options `--quantize` and `--group-size` ask to make; None: nothing.
 
     Raises:
         ChoiceError: they contradict each other, or the weights are FP8.
     """
-    if kind is None:
+    if kind is None or kind == "stored":
         if group_size is not None:
-            message = f"--group-size {group_size} is for --quantize"
-            raise ChoiceError(message, hint="add --quantize int8")
+            message = f"--group-size {group_size} is for --quantize int8 and int4"
+            raise ChoiceError(message, hint="use --quantize int8")
         return None
     if is_fp8:
         raise ChoiceError(
@@ -68,8 +68,7 @@ def quantized_tensors(
             found[name] = info
             continue
         _check_width(name, info, codes)
-        found[name] = TensorInfo(codes.dtype, codes.shape(info.shape))
-        found[scale_name(name)] = TensorInfo(SCALE_DTYPE, codes.scale_shape(info.shape))
+        found |= codes.tensors(name.removesuffix(".weight"), info.shape)
     return found
 
 

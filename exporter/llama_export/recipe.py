@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llama_artifacts.manifest import FORMATS, Format, IntegerKind, Numerics, WeightsMode
+from llama_artifacts.manifest import FORMATS, Format, Numerics, WeightsMode
 from llama_export.entries.registry import DEFAULT_PAGE_SIZE, DEFAULT_ROWS
 
 DEFAULT_ENTRIES = ("prefill", "decode")
 DEFAULT_MAX_SEQ = 2048
 GroupSize = Literal["32", "64", "128", "row"]
+Quantize = Literal["int8", "int4", "stored"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Recipe:
             `reference` them: the manifest names and pins them; or `none`: programs only.
         isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
         numerics: how products with FP8 weights are computed: `exact`, or `fast`.
-        quantize: round matrices to integers of eight or four bits; None: they stay as they are.
+        quantize: round matrices to integers of eight or four bits (`int8`, `int4`), or keep those
+            that a GGUF file holds (`stored`); None: codes of FP8 stay, GGUF's are decoded.
         group_size: how many values of a row share a scale then; None: 64 of
             eight bits, 32 of four.
         shards: for how many processes to build programs that run together, each with its part of
@@ -69,7 +71,7 @@ class Recipe:
     weights: WeightsMode = "copy"
     isa: Literal["avx2", "avx512"] | None = None
     numerics: Numerics = "exact"
-    quantize: IntegerKind | None = None
+    quantize: Quantize | None = None
     group_size: GroupSize | None = None
     shards: tuple[int, ...] = (1,)
     num_layers: int | None = None

@@ -36,8 +36,8 @@ INV_FREQ_LIMIT = 1e-6
 
 CONFIG_NAME = "config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-SCALE = "_scale"
-"""`<module>.weight_scale` multiplies the codes of a `<module>.weight` of 8 or 4 bits."""
+SCALE, MIN = "_scale", "_min"
+"""`<module>.weight_scale` multiplies the codes of a `<module>.weight`; `<module>.weight_min` is added."""
 
 # What describes the network; other keys of a config.json could make transformers load code.
 _KEYS = (
@@ -253,19 +253,25 @@ def _weights(
         if tensor.dtype in _CODES:
             if name + SCALE not in stored:
                 raise IntegrityError(f"the weights lack `{name}{SCALE}`", where=bundle.folder)
-            weights[name] = _decoded(tensor, stored[name + SCALE]).to(dtype)
-        elif stored.get(name.removesuffix(SCALE), tensor).dtype not in _CODES:
+            found = _decoded(tensor, stored[name + SCALE], stored.get(name + MIN))
+            weights[name] = found.to(dtype)
+        elif not name.endswith((SCALE, MIN)):
             weights[name] = tensor if name == INV_FREQ else tensor.to(dtype)
     return weights
 
 
-def _decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _decoded(
+    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None
+) -> torch.Tensor:
     """A weight in float32; bytes hold pairs of 4-bit codes, 16 apart in blocks of 32."""
     wide = codes.float()
     if codes.dtype == torch.uint8:
         blocks = codes.reshape(len(codes), -1, 1, 16)
-        wide = torch.cat((blocks % 16, blocks // 16), dim=2).reshape(len(codes), -1) - 8.0
-    return wide * scale.float().repeat_interleave(wide.shape[1] // scale.shape[1], dim=1)
+        wide = torch.cat((blocks % 16, blocks // 16), dim=2).reshape(len(codes), -1).float()
+        wide = wide - (8.0 if minimum is None else 0.0)
+    size = wide.shape[1] // scale.shape[1]
+    wide = wide * scale.float().repeat_interleave(size, dim=1)
+    return wide if minimum is None else wide + minimum.float().repeat_interleave(size, dim=1)
 
 
 def _network(bundle: Bundle, reporter: Reporter) -> tuple[dict[str, Any], bool]:

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.errors import BuildError, CompatibilityError
-from llama_artifacts.manifest import FORMATS, Manifest, Program, Quantized, Source
+from llama_artifacts.manifest import FORMATS, Manifest, Program, Source
 from llama_artifacts.strict_json import parse_object, shown
 from llama_artifacts.weights import stored_tensors
-from llama_export.checkpoint.layout import E4M3, EIGHT_BITS, PACKED, SCALE
+from llama_export.checkpoint.layout import E4M3, EIGHT_BITS, FACTORS, PACKED, SCALE
 from llama_export.entries import registry
 from llama_export.entries.variants import DEFAULTS, NONE
 
 T = TypeVar("T")
-_FIXED = (SCALE, ".inv_freq")
+_FIXED = (*FACTORS, ".inv_freq")
 """How the names of weights end whose dtype no choice changes."""
 _CODES = (E4M3, EIGHT_BITS, PACKED)
 """Dtypes of weights beside the compute dtype."""
@@ -82,7 +82,7 @@ def choices(bundle: Bundle) -> dict[str, Any]:
         "device": _only((p.target.device for p in programs), "devices", bundle),
         "isa": _only((p.target.isa for p in programs if p.target.isa), "ISAs", bundle),
         "numerics": _only((p.numerics for p in programs if p.numerics), "numerics", bundle),
-        **_quantized(manifest.quantized),
+        **_quantized(manifest),
         "shards": _shards(bundle),
         "num_layers": manifest.model.num_layers,
         "weights": manifest.weights,
@@ -90,9 +90,13 @@ def choices(bundle: Bundle) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _quantized(quantized: Quantized | None) -> dict[str, Any]:
+def _quantized(manifest: Manifest) -> dict[str, Any]:
+    quantized = manifest.quantized
     if quantized is None:
-        return {}
+        # A GGUF file has no scales unless its codes are kept.
+        names = {name for program in manifest.programs for name in program.constants}
+        is_kept = any(name.endswith(SCALE) for name in names) and manifest.source.kind == "gguf"
+        return {"quantize": "stored"} if is_kept else {}
     size = quantized.group_size
     return {"quantize": quantized.kind, "group_size": "row" if size is None else str(size)}
 

@@ -16,9 +16,9 @@ from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.layout import (
     BLOCK,
     EMBEDDING,
+    FACTORS,
     HEAD,
     PACKED,
-    SCALE,
     coded_modules,
 )
 from llama_export.checkpoint.source import TensorInfo
@@ -66,7 +66,7 @@ def cuts_of(config: LlamaConfig, tensors: Mapping[str, TensorInfo]) -> dict[str,
         elif kind in _BY_COLUMNS and len(info.shape) == 2 and not _is_whole(name, info):
             cuts[name] = Cut(name, "columns")
     if config.tie_word_embeddings:
-        for ending in (".weight", SCALE):
+        for ending in (".weight", *FACTORS):
             stored = EMBEDDING.removesuffix(".weight") + ending
             if stored in tensors:
                 cuts[HEAD.removesuffix(".weight") + ending] = Cut(stored, "rows")
@@ -96,15 +96,15 @@ def part_of(
 
 
 def _is_whole(name: str, info: TensorInfo) -> bool:
-    """Whether these are scales of whole rows, which every part of a row needs."""
-    return name.endswith(SCALE) and info.shape[1] == 1
+    """Whether these are factors of whole rows, which every part of a row needs."""
+    return name.endswith(FACTORS) and info.shape[1] == 1
 
 
 def _check_codes(tensors: Mapping[str, TensorInfo], num_shards: int) -> None:
     for module, codes in coded_modules(tensors).items():
         if module.split(".")[-1] not in _BY_COLUMNS:
             continue
-        width = tensors[f"{module}.weight"].shape[1] * (2 if codes.dtype == PACKED else 1)
+        width = tensors[f"{module}.weight"].shape[1] * codes.per_byte
         block = codes.group_size or (BLOCK if codes.dtype == PACKED else 1)
         if width // num_shards % block:
             raise BuildError(

@@ -99,24 +99,34 @@ def test_codes_become_blocks_of_the_same_values(
 ) -> None:
     weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(3))
     codes, scale = quantize(weight, Codes(dtype, group_size))
-    array, found = gguf_file.blocks(codes, scale, torch.float32, torch.float32)
+    array, found = gguf_file.blocks(codes, [scale], torch.float32, torch.float32)
     assert found.name == kind
     # float16 holds every bit of a bf16 scale of this size.
-    expected = decode(codes, scale, torch.float32).numpy()
+    expected = decode(codes, scale, None, torch.float32).numpy()
+    np.testing.assert_array_equal(gguf.quants.dequantize(array, found), expected)
+
+
+def test_codes_with_minima_are_those_of_q4_1() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(256, (6, 64), generator=generator, dtype=torch.uint8)
+    scale, minimum = (torch.randn(6, 4, generator=generator).half() for _ in range(2))
+    array, found = gguf_file.blocks(codes, [scale, minimum], torch.float32, torch.float32)
+    assert found.name == "Q4_1"
+    expected = decode(codes, scale, minimum, torch.float32).numpy()
     np.testing.assert_array_equal(gguf.quants.dequantize(array, found), expected)
 
 
 def test_rows_that_fill_no_blocks_are_decoded() -> None:
     weight = torch.randn(2, 24, generator=torch.Generator().manual_seed(3))
     codes, scale = quantize(weight, Codes(EIGHT_BITS, None))
-    array, found = gguf_file.blocks(codes, scale, torch.float32, torch.float32)
+    array, found = gguf_file.blocks(codes, [scale], torch.float32, torch.float32)
     assert found.name == "F32"
-    np.testing.assert_array_equal(array, decode(codes, scale, torch.float32).numpy())
+    np.testing.assert_array_equal(array, decode(codes, scale, None, torch.float32).numpy())
 
 
 def test_bf16_keeps_its_bits() -> None:
     weight = torch.randn(2, 8).bfloat16()
-    array, found = gguf_file.blocks(weight, None, torch.bfloat16, torch.bfloat16)
+    array, found = gguf_file.blocks(weight, [], torch.bfloat16, torch.bfloat16)
     assert found.name == "BF16"
     assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), weight)
 

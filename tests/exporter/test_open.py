@@ -82,14 +82,14 @@ def test_gguf_file_goes_to_its_reader(monkeypatch: pytest.MonkeyPatch, content: 
 
     name = "model.gguf" if not content else "model"
     Path(name).write_bytes(content)
-    calls: list[tuple[Any, Any]] = []
+    calls: list[tuple[Any, ...]] = []
 
-    def opened(path: Path, *, num_layers: int | None) -> None:
-        calls.append((path, num_layers))
+    def opened(path: Path, *, num_layers: int | None, keeps_codes: bool) -> None:
+        calls.append((path, num_layers, keeps_codes))
 
     monkeypatch.setattr(gguf.GgufCheckpoint, "open", opened)
     open_checkpoint(name, num_layers=3)
-    assert calls == [(Path(name), 3)]
+    assert calls == [(Path(name), 3, False)]
 
 
 REFUSED: dict[str, tuple[str, str | None, str, str]] = {

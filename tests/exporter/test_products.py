@@ -54,7 +54,9 @@ class Calls(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
         parts = [list(self.weights)[i : i + 3] for i in range(0, len(self.weights), 3)]
         return [
-            products(given(x, y, num_rows)[:, :width].to(dtype).contiguous(), weights, [], False)
+            products(
+                given(x, y, num_rows)[:, :width].to(dtype).contiguous(), weights, [], [], False
+            )
             for ((dtype, _), width, num_rows), weights in zip(self.cases, parts, strict=True)
         ]
 
@@ -74,7 +76,7 @@ def test_the_operator_is_products_side_by_side() -> None:
 
 def test_the_operator_is_whole() -> None:
     x, weights = draw(2, 33, seed=0), [draw(5, 33, seed=1), draw(2, 33, seed=2).bfloat16()]
-    torch.library.opcheck(torch.ops.llama_export.products.default, (x, weights, [], False))
+    torch.library.opcheck(torch.ops.llama_export.products.default, (x, weights, [], [], False))
 
 
 @pytest.mark.slow
@@ -102,7 +104,7 @@ class Rounded(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [products(x, list(self.weights), [], is_rounded) for is_rounded in (False, True)]
+        return [products(x, list(self.weights), [], [], is_rounded) for is_rounded in (False, True)]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from llama_artifacts.errors import BuildError, ChoiceError
 from llama_artifacts.manifest import FORMATS, Cut, Quantized
 from llama_export.blueprint import Blueprint, draw
 from llama_export.checkpoint.config import LlamaConfig, read_hf_config
-from llama_export.checkpoint.layout import expected_tensors
+from llama_export.checkpoint.layout import Codes, expected_tensors, matrix_shapes
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.quantize import quantized_tensors
 from llama_export.recipe import Recipe
@@ -82,6 +82,18 @@ def test_scales_of_groups_follow_columns() -> None:
     _, shapes = part(2, quantized=Quantized("int4", 32))
     assert shapes[f"{LAYER}mlp.down_proj.weight"] == (64, 32)
     assert shapes[f"{LAYER}mlp.down_proj.weight_scale"] == (64, 2)
+
+
+def test_minima_follow_scales() -> None:
+    config, tensors = network(tie_word_embeddings=True)
+    for module, shape in matrix_shapes(config).items():
+        tensors |= Codes("u8", 32, "f16", has_min=True).tensors(module, shape)
+    cuts = cuts_of(config, tensors)
+    shapes = {name: info.shape for name, info in part_of(tensors, cuts, 2).items()}
+    assert shapes[f"{LAYER}self_attn.q_proj.weight_min"] == (32, 2)
+    assert shapes[f"{LAYER}mlp.down_proj.weight_min"] == (64, 2)
+    assert cuts[f"{LAYER}mlp.down_proj.weight_min"].axis == "columns"
+    assert cuts["lm_head.weight_min"] == Cut("model.embed_tokens.weight_min", "rows")
 
 
 def test_the_scales_of_a_tied_head_are_rows_of_the_embeddings() -> None:

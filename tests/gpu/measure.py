@@ -141,7 +141,7 @@ def weights_alone(meter: Meter) -> Iterator[Row]:
         for kind, (weight, scales) in kinds.items():
             num = sum(t.numel() * t.element_size() for t in (weight, *scales))
             run = meter.captured(
-                lambda x=x, w=weight, s=scales, r=rows: cuda_products(x, [w], s, True, True, r)
+                lambda x=x, w=weight, s=scales, r=rows: cuda_products(x, [w], s, [], True, True, r)
             )
             yield meter.row(f"{rows} x kernel {kind}", run, num)
 

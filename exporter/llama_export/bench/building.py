@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from llama_artifacts.codes import kept_codes
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, CompatibilityError, IntegrityError
 from llama_artifacts.manifest import Format
@@ -104,8 +105,15 @@ def write_model(setting: Setting, folder: Path) -> None:
     """A checkpoint of the bundle's network whose weights are a hole in a file.
 
     Raises:
-        CompatibilityError: the bundle has no `config.json`.
+        CompatibilityError: the bundle has no `config.json`, or keeps integers of its checkpoint,
+            whose file is none of this kind.
     """
+    if kept_codes(setting.bundle):
+        raise CompatibilityError(
+            "expected weights that a safetensors checkpoint holds, got a GGUF file's integers",
+            where=setting.bundle.folder,
+            hint="measure a bundle that is built without --quantize stored",
+        )
     if CONFIG_NAME not in setting.manifest.files:
         raise CompatibilityError(
             f"expected `{CONFIG_NAME}` in the bundle, to build from, found none",

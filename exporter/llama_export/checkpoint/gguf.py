@@ -15,6 +15,7 @@ from llama_artifacts.digests import describe
 from llama_artifacts.errors import CheckpointError
 from llama_artifacts.manifest import File, Source
 from llama_artifacts.strict_json import shown
+from llama_export.checkpoint import gguf_codes
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.gguf_config import (
     ROPE_FREQS,
@@ -46,7 +47,8 @@ class GgufCheckpoint:
 
     Tensors have their Hugging Face names. llama.cpp's converter reorders the rows of the query and
     key projections for its way of rotating; `read` puts them back. Quantised tensors come out as
-    float32, plain ones as stored and, where nothing has to move, mapped from the file.
+    float32, plain ones as stored and, where nothing has to move, mapped from the file. With
+    `keeps_codes`, matrices of some types are codes with their factors (see `gguf_codes`) instead.
     """
 
     def __init__(
@@ -58,20 +60,25 @@ class GgufCheckpoint:
         tokenizer: GgufTokenizer | None,
         notes: tuple[str, ...],
         license: str | None = None,
+        keeps_codes: bool = False,
     ) -> None:
         self.name = path.stem
         self.source = Source("gguf", path.name, license=license)
         self.config = config
         self.dtype = suggested_dtype(stored)
-        self.tensors: Mapping[str, TensorInfo] = _infos(stored)
+        kept = dict(gguf_codes.kept(stored)) if keeps_codes else {}
+        self.tensors: Mapping[str, TensorInfo] = {**_infos(stored), **kept}
         self.stop_tokens: tuple[int, ...] = tokenizer.stop_tokens if tokenizer else ()
         self.notes = notes
         self._path = path
         self._stored = stored
+        self._kept = kept
         self._tokenizer = tokenizer
 
     @classmethod
-    def open(cls, path: Path | str, *, num_layers: int | None = None) -> GgufCheckpoint:
+    def open(
+        cls, path: Path | str, *, num_layers: int | None = None, keeps_codes: bool = False
+    ) -> GgufCheckpoint:
         """Open by header only; with `num_layers`, as the model of its first layers.
 
         Raises:
@@ -92,6 +99,7 @@ class GgufCheckpoint:
         check_layout(config, _infos(stored), where=path)
         tokenizer = read_tokenizer(metadata, config.vocab_size)
         notes += tokenizer.notes if tokenizer else ("the file holds no tokenizer",)
+        notes += (gguf_codes.describe(stored),) if keeps_codes else ()
         return cls(
             path,
             stored=stored,
@@ -99,20 +107,24 @@ class GgufCheckpoint:
             tokenizer=tokenizer,
             notes=notes,
             license=as_license(metadata.values.get("general.license")),
+            keeps_codes=keeps_codes,
         )
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor whole: float32 where it is quantised, else in its stored dtype."""
+        """One tensor whole: float32 where it is quantised and not kept, else as it is stored."""
         import torch
 
-        if name not in self._stored:
+        if name not in self.tensors:
             hint = f"the file has {len(self._stored)} tensors, such as {next(iter(self._stored))}"
             raise CheckpointError("no such tensor", where=f"{self._path}#{name}", hint=hint)
-        tensor = self._stored[name]
-        array = _read_array(self._path, tensor)
+        tensor = self._stored[gguf_codes.source_of(name)]
+        is_kept = name in self._kept
+        array = _read_rows(self._path, tensor) if is_kept else _read_array(self._path, tensor)
         num_heads = self._num_permuted_heads(name)
         if num_heads:
             array = unpermute_rows(array, num_heads)
+        if is_kept:
+            return torch.from_numpy(gguf_codes.take(array, tensor.type, name))
         result = torch.from_numpy(array)
         return result.view(torch.bfloat16) if tensor.type == "BF16" else result
 
@@ -219,23 +231,28 @@ def _read_divisors(
 def _read_array(path: Path, tensor: GgufTensor) -> Array:
     """The tensor as numbers; bfloat16, which numpy lacks, as its bits in int16."""
     plain = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
+    rows = _read_rows(path, tensor)
+    if tensor.type in plain:
+        values = rows.view(plain[tensor.type]).reshape(tensor.shape)
+        return np.require(np.asarray(values), requirements="A")
+    return _dequantised(rows, tensor)
+
+
+def _read_rows(path: Path, tensor: GgufTensor) -> Array:
+    """The tensor's bytes [..., bytes of a row], mapped from the file."""
     try:
         # Copy on write: torch wants memory that it may write to, and the file must not change.
         raw = np.memmap(path, np.uint8, "c", offset=tensor.offset, shape=(tensor.num_bytes,))
     except (OSError, ValueError) as error:
         where, hint = place(path, tensor.name), "the file was moved or cut since it was opened"
         raise CheckpointError(f"cannot be read: {error}", where=where, hint=hint) from error
-    if tensor.type in plain:
-        values = raw.view(plain[tensor.type]).reshape(tensor.shape)
-        return np.require(np.asarray(values), requirements="A")
-    return _dequantised(np.asarray(raw), tensor)
+    return np.asarray(raw).reshape(*tensor.shape[:-1], -1)
 
 
-def _dequantised(raw: Array, tensor: GgufTensor) -> Array:
+def _dequantised(rows: Array, tensor: GgufTensor) -> Array:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    rows = raw.reshape(*tensor.shape[:-1], -1)
     with np.errstate(all="ignore"):
         values = dequantize(rows, GGMLQuantizationType[tensor.type])
     return np.asarray(values, dtype=np.float32).reshape(tensor.shape)

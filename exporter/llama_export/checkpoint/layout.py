@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llama_artifacts.errors import CheckpointError
@@ -15,8 +15,10 @@ from llama_export.checkpoint.source import TensorInfo
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-SCALE = ".weight_scale"
-"""Ends the name of a weight's scales; what stands before it is the module's name."""
+SCALE, MIN = ".weight_scale", ".weight_min"
+"""End the names of a weight's scales and minima; what stands before is the module's name."""
+FACTORS = (SCALE, MIN)
+"""What makes values of codes, in the order in which it is stored."""
 E4M3 = "f8e4m3"
 """The dtype of FP8 codes."""
 EIGHT_BITS = "i8"
@@ -34,25 +36,48 @@ _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
 @dataclass(frozen=True)
 class Codes:
-    """How a matrix [out, in] is stored as codes, which scales in `<module>.weight_scale` multiply.
+    """How a matrix [out, in] is stored as codes: a value is code * scale, or code * scale + minimum.
+
+    Scales are `<module>.weight_scale`, minima `<module>.weight_min`, of one dtype. Codes of four bits
+    are -8 to 7, beside minima 0 to 15.
 
     Attributes:
         dtype: `f8e4m3` and `i8`, a code a value; or `u8`, two codes of four bits a byte.
         group_size: values of a row that share a scale; None: the whole row.
+        scale_dtype: `bf16`, `f16` or `f32`.
+        has_min: whether there are minima.
     """
 
     dtype: str
     group_size: int | None = None
+    scale_dtype: str = "bf16"
+    has_min: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether these are no integers."""
+        return self.dtype == E4M3
+
+    @property
+    def per_byte(self) -> int:
+        """How many values a byte holds."""
+        return 2 if self.dtype == PACKED else 1
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, int]:
         """Of the stored codes of a matrix [out, in]."""
         num_out, num_in = matrix
-        return num_out, num_in // 2 if self.dtype == PACKED else num_in
+        return num_out, num_in // self.per_byte
 
-    def scale_shape(self, matrix: tuple[int, ...]) -> tuple[int, int]:
-        """Of its scales."""
+    def factor_shape(self, matrix: tuple[int, ...]) -> tuple[int, int]:
+        """Of its scales, and of its minima."""
         num_out, num_in = matrix
         return num_out, 1 if self.group_size is None else num_in // self.group_size
+
+    def tensors(self, module: str, matrix: tuple[int, ...]) -> dict[str, TensorInfo]:
+        """All that is stored of a module's matrix [out, in], by name."""
+        factor = TensorInfo(self.scale_dtype, self.factor_shape(matrix))
+        found = {f"{module}.weight": TensorInfo(self.dtype, self.shape(matrix))}
+        return found | {f"{module}{ending}": factor for ending in FACTORS[: 1 + self.has_min]}
 
 
 FP8 = Codes(E4M3)
@@ -66,15 +91,14 @@ def expected_tensors(
 
     Args:
         config: the network.
-        coded: the modules whose weights are codes, by name; scales follow their weights.
+        coded: the modules whose weights are codes, by name; their factors follow them.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in _plain(config).items():
         module = name.removesuffix(".weight")
         codes = (coded or {}).get(module)
-        shapes[name] = shape if codes is None else codes.shape(shape)
-        if codes is not None:
-            shapes[f"{module}{SCALE}"] = codes.scale_shape(shape)
+        stored = {} if codes is None else codes.tensors(module, shape)
+        shapes |= {part: info.shape for part, info in stored.items()} or {name: shape}
     return shapes
 
 
@@ -96,19 +120,16 @@ def matrix_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def coded_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, Codes]:
     """The modules whose weights are codes, by all tensors of a bundle: those with scales."""
     modules = [name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)]
-    return {
-        module: _codes(tensors[f"{module}.weight"], tensors[f"{module}{SCALE}"])
-        for module in modules
-        if f"{module}.weight" in tensors
-    }
+    return {module: _codes(module, tensors) for module in modules if f"{module}.weight" in tensors}
 
 
-def _codes(weight: TensorInfo, scale: TensorInfo) -> Codes:
+def _codes(module: str, tensors: Mapping[str, TensorInfo]) -> Codes:
+    weight, scale = tensors[f"{module}.weight"], tensors[f"{module}{SCALE}"]
+    codes = Codes(weight.dtype, None, scale.dtype, f"{module}{MIN}" in tensors)
     num_groups = scale.shape[1] if len(scale.shape) == 2 else 1
     if num_groups == 1:
-        return Codes(weight.dtype)
-    num_in = weight.shape[1] * (2 if weight.dtype == PACKED else 1)
-    return Codes(weight.dtype, num_in // num_groups)
+        return codes
+    return replace(codes, group_size=weight.shape[1] * codes.per_byte // num_groups)
 
 
 def _plain(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

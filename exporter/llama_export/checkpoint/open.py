@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from llama_artifacts.errors import CheckpointError
+from llama_artifacts.errors import CheckpointError, ChoiceError
 from llama_artifacts.manifest import Source
 from llama_artifacts.strict_json import shown
 from llama_export import presets
 from llama_export.checkpoint.hf import HfCheckpoint
-from llama_export.checkpoint.source import Checkpoint
+from llama_export.checkpoint.layout import coded_modules
+from llama_export.checkpoint.source import Checkpoint, TensorInfo
 
 GGUF_MAGIC = b"GGUF"
 
@@ -28,6 +30,7 @@ def open_checkpoint(
     headers_only: bool = False,
     num_layers: int | None = None,
     revision: str | None = None,
+    keeps_codes: bool = False,
 ) -> Checkpoint:
     """Opens a model by what the user called it.
 
@@ -38,17 +41,55 @@ def open_checkpoint(
         headers_only: weights without their data will do; `read` then fails.
         num_layers: use only this many of the layers.
         revision: the hub revision; not for local paths.
+        keeps_codes: a GGUF file's integers stay as they are, instead of being decoded.
 
     Raises:
         CheckpointError: nothing of that name, or what is there is no checkpoint.
+        ChoiceError: `keeps_codes`, and there are none, or none that would not be kept anyway.
         TokenizerError: tokenizer and vocabulary contradict each other.
     """
+    checkpoint = _open(model, headers_only, num_layers, revision, keeps_codes)
+    if keeps_codes:
+        check_codes(checkpoint.tensors, is_choice=checkpoint.source.kind == "gguf")
+    return checkpoint
+
+
+def check_codes(tensors: Mapping[str, TensorInfo], *, is_choice: bool) -> None:
+    """Refuses `--quantize stored` where it has nothing to keep.
+
+    Args:
+        tensors: of the checkpoint.
+        is_choice: its codes could also be decoded.
+
+    Raises:
+        ChoiceError: there are no codes, or there is no choice.
+    """
+    if is_choice and coded_modules(tensors):
+        return
+    if coded_modules(tensors):
+        raise ChoiceError(
+            "--quantize stored is for GGUF files; the codes of this checkpoint are always kept",
+            hint="leave --quantize out",
+        )
+    raise ChoiceError(
+        "--quantize stored keeps a GGUF file's matrices of q8_0, q4_0, q4_1 and q4_k, got none",
+        hint="use --quantize int8 or int4, or leave it out",
+    )
+
+
+def _open(
+    model: str,
+    headers_only: bool,
+    num_layers: int | None,
+    revision: str | None,
+    keeps_codes: bool,
+) -> Checkpoint:
     path = Path(model)
     if os.path.lexists(model):
         if revision is not None:
             message = f"expected no revision for a local path, got {shown(revision)}"
             raise CheckpointError(message, where=path)
-        return _open_path(path, headers_only=headers_only, num_layers=num_layers)
+        return _open_path(path, headers_only, num_layers, keeps_codes)
     preset = presets.find(model)
     if preset is None:
         repository, pinned = parse_repository(model, revision)
@@ -63,7 +104,9 @@ def open_checkpoint(
     )
 
 
-def _open_path(path: Path, *, headers_only: bool, num_layers: int | None) -> Checkpoint:
+def _open_path(
+    path: Path, headers_only: bool, num_layers: int | None, keeps_codes: bool
+) -> Checkpoint:
     if path.is_dir():
         return HfCheckpoint.open(path, headers_only=headers_only, num_layers=num_layers)
     if not path.exists():
@@ -72,7 +115,7 @@ def _open_path(path: Path, *, headers_only: bool, num_layers: int | None) -> Che
     if path.suffix == ".gguf" or _begins_as_gguf(path):
         from llama_export.checkpoint.gguf import GgufCheckpoint
 
-        return GgufCheckpoint.open(path, num_layers=num_layers)
+        return GgufCheckpoint.open(path, num_layers=num_layers, keeps_codes=keeps_codes)
     hint = "name the folder that holds it" if path.suffix in (".safetensors", ".json") else None
     message = "expected a checkpoint folder or a .gguf file, got another kind of file"
     raise CheckpointError(message, where=path, hint=hint)

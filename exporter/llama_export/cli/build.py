@@ -43,6 +43,10 @@ EXAMPLES = (
         "llama-export build owner/name -o small --quantize int4",
     ),
     (
+        "A GGUF file's own integers, not rounded again:",
+        "llama-export build ./model.gguf -o small --quantize stored",
+    ),
+    (
         "Whether the same comes out once more, byte for byte:",
         "llama-export build ./model.gguf --check my-bundle",
     ),
@@ -104,7 +108,8 @@ class BuildCommand(Command):
 )
 @quantize_option(
     "Round the layers' weights to integers of eight or four bits with a scale for each group,"
-    " and the embedding and the output head to eight. Arithmetic stays in the dtype.",
+    " and the embedding and the output head to eight; or keep the integers of a GGUF file of q8_0,"
+    " q4_0, q4_1 or q4_k as they are (`stored`). Arithmetic stays in the dtype.",
     group=PROGRAMS,
 )
 @group_size_option(group=PROGRAMS)

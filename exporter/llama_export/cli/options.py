@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import click
 
-from llama_artifacts.manifest import FORMATS, IntegerKind
+from llama_artifacts.manifest import FORMATS
 from llama_export.entries.registry import DEFAULT_PAGE_SIZE
-from llama_export.recipe import GroupSize
+from llama_export.recipe import GroupSize, Quantize
 from llama_runtime.cli.options import (
     CONTEXT as CONTEXT,
 )
@@ -65,7 +65,7 @@ def dtype_option(text: str, *, group: str) -> Callable[[F], F]:
 
 def quantize_option(text: str, *, group: str) -> Callable[[F], F]:
     """`--quantize`."""
-    choice = click.Choice(get_args(IntegerKind))
+    choice = click.Choice(get_args(Quantize))
     shown = "nothing is rounded"
     return option("--quantize", group=group, type=choice, show_default=shown, help=text)
 

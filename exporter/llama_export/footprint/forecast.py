@@ -10,7 +10,7 @@ from typing import Protocol
 from llama_artifacts import manifest as manifests
 from llama_artifacts.bundle import Bundle, open_bundle
 from llama_artifacts.errors import BuildError, ChoiceError, InputError
-from llama_artifacts.manifest import Format, IntegerKind
+from llama_artifacts.manifest import Format
 from llama_artifacts.manifest import Program as ProgramRecord
 from llama_export.entries import registry
 from llama_export.entries.registry import DEFAULT_PAGE_SIZE, EntrySpec, Sizes
@@ -20,7 +20,7 @@ from llama_export.footprint.figures import Figure, Forecast
 from llama_export.footprint.network import Network, from_bundle, from_model
 from llama_export.footprint.runtime import runtime_figure, unknown
 from llama_export.presets import find as find_preset
-from llama_export.recipe import DEFAULT_MAX_SEQ
+from llama_export.recipe import DEFAULT_MAX_SEQ, Quantize
 
 _PREFERENCE: tuple[Format, ...] = ("aoti", "pt2", "onnx")
 """As the runtime takes them."""
@@ -47,7 +47,7 @@ class Question:
     format: Format | None = None
     device: str | None = None
     dtype: str | None = None
-    quantize: IntegerKind | None = None
+    quantize: Quantize | None = None
     group_size: str | None = None
     page_size: int = DEFAULT_PAGE_SIZE
     shards: int = 1

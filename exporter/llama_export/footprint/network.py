@@ -13,8 +13,8 @@ from pathlib import Path
 
 from llama_artifacts.bundle import Bundle
 from llama_artifacts.dtypes import from_name
-from llama_artifacts.errors import IntegrityError
-from llama_artifacts.manifest import IntegerKind, Manifest
+from llama_artifacts.errors import CompatibilityError, IntegrityError
+from llama_artifacts.manifest import Manifest
 from llama_artifacts.manifest import Program as ProgramRecord
 from llama_artifacts.summary import show_quantized
 from llama_artifacts.weights import stored_tensors
@@ -37,12 +37,13 @@ from llama_export.checkpoint.layout import (
     linear_shapes,
     matrix_shapes,
 )
-from llama_export.checkpoint.open import open_checkpoint
+from llama_export.checkpoint.open import check_codes, open_checkpoint
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.footprint.figures import Basis
 from llama_export.model.llama import INV_FREQ
 from llama_export.pack import plan_weights
 from llama_export.quantize import choose, quantized_tensors
+from llama_export.recipe import Quantize
 from llama_export.shards import cuts_of, part_of, shard
 
 DEFAULT_DTYPE = "bf16"
@@ -114,7 +115,7 @@ def from_model(
     model: str,
     *,
     dtype: str | None = None,
-    quantize: IntegerKind | None = None,
+    quantize: Quantize | None = None,
     group_size: str | None = None,
 ) -> Network:
     """The network of a checkpoint folder, GGUF file, hub repository or preset.
@@ -129,10 +130,10 @@ def from_model(
 
     Raises:
         CheckpointError: nothing of that name, or it cannot be used.
-        ChoiceError: it cannot be quantised so.
+        ChoiceError: it cannot be quantised so, or has no codes to keep.
     """
-    network = _unquantised(model, dtype)
-    is_fp8 = FP8 in coded_modules(network.tensors).values()
+    network = _unquantised(model, dtype, keeps_codes=quantize == "stored")
+    is_fp8 = any(codes.is_fp8 for codes in coded_modules(network.tensors).values())
     quantized = choose(quantize, group_size, is_fp8=is_fp8)
     if quantized is None:
         return network
@@ -141,17 +142,13 @@ def from_model(
     return replace(network, tensors=tensors, weights_how=how)
 
 
-def _unquantised(model: str, dtype: str | None) -> Network:
-    path = Path(model)
-    preset = None if os.path.lexists(model) else presets.find(model)
-    if preset is not None:
-        hf = read_hf_config(preset.config, where=preset.name)
-        return _from_config(preset.name, hf, dtype or preset.dtype, "the preset's config")
-    if (path / CONFIG).is_file() and not any(any(path.glob(name)) for name in _WEIGHT_FILES):
-        hf = read_hf_config(read_json(path / CONFIG), where=path / CONFIG)
-        found = dtype or (DEFAULT_DTYPE if hf.dtype in (None, "f64") else hf.dtype)
-        return _from_config(path.resolve().name, hf, found, "config.json")
-    checkpoint = open_checkpoint(model, headers_only=True)
+def _unquantised(model: str, dtype: str | None, *, keeps_codes: bool) -> Network:
+    network = _of_config(model, dtype)
+    if network is not None:
+        if keeps_codes:
+            check_codes(network.tensors, is_choice=False)
+        return network
+    checkpoint = open_checkpoint(model, headers_only=True, keeps_codes=keeps_codes)
     compute = dtype or checkpoint.dtype
     plan = plan_weights(checkpoint, compute=compute, keeps_stored=dtype is None)
     return Network(
@@ -164,11 +161,26 @@ def _unquantised(model: str, dtype: str | None) -> Network:
     )
 
 
+def _of_config(model: str, dtype: str | None) -> Network | None:
+    """The network of a preset or of a folder without weights; None: there is more than a config."""
+    path = Path(model)
+    preset = None if os.path.lexists(model) else presets.find(model)
+    if preset is not None:
+        hf = read_hf_config(preset.config, where=preset.name)
+        return _from_config(preset.name, hf, dtype or preset.dtype, "the preset's config")
+    if not (path / CONFIG).is_file() or any(any(path.glob(name)) for name in _WEIGHT_FILES):
+        return None
+    hf = read_hf_config(read_json(path / CONFIG), where=path / CONFIG)
+    found = dtype or (DEFAULT_DTYPE if hf.dtype in (None, "f64") else hf.dtype)
+    return _from_config(path.resolve().name, hf, found, "config.json")
+
+
 def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
     """The network of a bundle, as one of its programs computes it.
 
     Raises:
         IntegrityError: the weights' header is damaged, or lacks what the program binds.
+        CompatibilityError: it has no header of weights that are integers as they were stored.
     """
     manifest = bundle.manifest
     config = _config(manifest)
@@ -212,6 +224,12 @@ def _bound_tensors(
     if manifest.quantized is not None:
         return quantized_tensors(plain_tensors(config, manifest.dtype), manifest.quantized)
     modules = {name.removesuffix(SCALE) for name in program.constants if name.endswith(SCALE)}
+    if modules and program.numerics is None:  # codes, and not of FP8
+        raise CompatibilityError(
+            f"{manifest.name} keeps integers of its checkpoint, whose sizes are with the weights,"
+            " and these are not in the bundle",
+            hint="ask for the checkpoint instead of the bundle",
+        )
     return plain_tensors(config, manifest.dtype, frozenset(modules))
 
 

@@ -35,15 +35,15 @@ def with_kernels(program: ExportedProgram) -> ExportedProgram:
 
 
 def _products(node: Node) -> None:
-    x, weights, scales, is_rounded = node.args
+    x, weights, scales, minima, is_rounded = node.args
     node.target = _ops.cuda_products.default
-    node.args = (x, weights, scales, is_rounded, False, _most_rows(x))
+    node.args = (x, weights, scales, minima, is_rounded, False, _most_rows(x))
 
 
 def _fp8_products(node: Node) -> None:
     x, weights, scales, is_exact, is_rounded = node.args
     node.target = _ops.cuda_products.default
-    node.args = (x, weights, scales, is_rounded, is_exact, _most_rows(x))
+    node.args = (x, weights, scales, [], is_rounded, is_exact, _most_rows(x))
 
 
 def _attend_cached(node: Node) -> None:

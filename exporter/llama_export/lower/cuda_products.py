@@ -28,7 +28,6 @@ from llama_export.model.integers import OFFSET
 _MAX_WEIGHTS = 3  # of one launch: those of queries, keys and values
 _LEAST = 16  # sides of the matrices that tensor cores take are multiples of this
 _HALF = tl.constexpr(BLOCK // 2)
-_OFFSET = tl.constexpr(OFFSET)
 
 
 @triton.jit
@@ -45,6 +44,7 @@ def _added(
     codes,
     x,
     scale,
+    minimum,
     rows,
     start,
     num_rows,
@@ -56,6 +56,7 @@ def _added(
     BLOCK_R: tl.constexpr,
     IS_PACKED: tl.constexpr,
     IS_EXACT: tl.constexpr,
+    HAS_MIN: tl.constexpr,
 ):
     """The sums and the products of codes [BLOCK_V, SPANS, SPAN], from place `start` on, with x.
 
@@ -66,8 +67,10 @@ def _added(
     if NUM_GROUPS > 0:
         group = (start + tl.arange(0, SPANS) * SPAN) * NUM_GROUPS // STRIDE
         there = tl.minimum(group, NUM_GROUPS - 1)
-        scales = tl.load(scale + rows[:, None] * NUM_GROUPS + there[None, :])
-        values = values * scales.to(tl.float32)[:, :, None]
+        factor = rows[:, None] * NUM_GROUPS + there[None, :]
+        values = values * tl.load(scale + factor).to(tl.float32)[:, :, None]
+        if HAS_MIN:
+            values = values + tl.load(minimum + factor).to(tl.float32)[:, :, None]
     if BLOCK_R == 1:
         if IS_EXACT:
             values = values.to(dtype).to(tl.float32)
@@ -92,6 +95,9 @@ def _multiply(
     s0,
     s1,
     s2,
+    m0,
+    m1,
+    m2,
     y,
     num_rows,
     V0: tl.constexpr,
@@ -109,6 +115,8 @@ def _multiply(
     IS_PACKED: tl.constexpr,
     IS_EXACT: tl.constexpr,
     IS_SCALED_AFTER: tl.constexpr,
+    HAS_MIN: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """X [R, WIDTH] times up to three weights of V0, V1 and V2 rows, into columns of y [R, TOTAL]."""
     block = tl.program_id(0)
@@ -116,6 +124,7 @@ def _multiply(
     third: tl.constexpr = second + (V1 + BLOCK_V - 1) // BLOCK_V
     weight = tl.where(block < second, w0, tl.where(block < third, w1, w2))
     scale = tl.where(block < second, s0, tl.where(block < third, s1, s2))
+    minimum = tl.where(block < second, m0, tl.where(block < third, m1, m2))
     size = tl.where(block < second, V0, tl.where(block < third, V1, V2))
     first = tl.where(block < second, 0, tl.where(block < third, second, third))
     column = tl.where(block < second, 0, tl.where(block < third, V0, V0 + V1)) + OFFSET_Y
@@ -132,12 +141,13 @@ def _multiply(
             weight + rows[:, None, None] * STRIDE + place, mask=place < STRIDE, other=0.0
         )
         if IS_PACKED:
-            high = (codes >> 4).to(tl.int32) - _OFFSET
+            high = (codes >> 4).to(tl.int32) - OFFSET
             sums = _added(
                 sums,
                 high,
                 x + _HALF,
                 scale,
+                minimum,
                 rows,
                 start,
                 num_rows,
@@ -149,13 +159,15 @@ def _multiply(
                 BLOCK_R,
                 IS_PACKED,
                 IS_EXACT,
+                HAS_MIN,
             )
-            codes = (codes & 15).to(tl.int32) - _OFFSET
+            codes = (codes & 15).to(tl.int32) - OFFSET
         sums = _added(
             sums,
             codes,
             x,
             scale,
+            minimum,
             rows,
             start,
             num_rows,
@@ -167,6 +179,7 @@ def _multiply(
             BLOCK_R,
             IS_PACKED,
             IS_EXACT,
+            HAS_MIN,
         )
     if BLOCK_R == 1:
         sums = tl.sum(tl.sum(sums, axis=2), axis=1)[:, None]
@@ -182,6 +195,7 @@ def cuda_products(
     x_RH: Tensor,
     weights: Sequence[Tensor],
     scales: Sequence[Tensor],
+    minima: Sequence[Tensor],
     is_rounded: bool,
     is_exact: bool,
     most_rows: int,
@@ -192,6 +206,7 @@ def cuda_products(
         x_RH: of as many rows as the program was compiled for, up to `most_rows`.
         weights: each [V, H], or codes of it.
         scales: one for each weight of codes.
+        minima: the same where codes have them.
         is_rounded: whether the result is in x's dtype, else float32.
         is_exact: FP8 weights are rounded to x's dtype when they are decoded.
         most_rows: the largest R.
@@ -206,6 +221,7 @@ def cuda_products(
             x_RH.contiguous(),
             weights[i : i + step],
             scales[i : i + step],
+            minima[i : i + step],
             y,
             sum(sizes[:i]),
             is_exact=is_exact,
@@ -218,6 +234,7 @@ def _launch(
     x_RH: Tensor,
     weights: Sequence[Tensor],
     scales: Sequence[Tensor],
+    minima: Sequence[Tensor],
     y: Tensor,
     offset: int,
     *,
@@ -228,20 +245,22 @@ def _launch(
     R, width = x_RH.shape
     stride = weights[0].shape[1]
     num_groups = scales[0].shape[1] if scales else 0
-    is_after = num_groups == 1 and not is_exact
+    is_after = num_groups == 1 and not is_exact and not minima
     block_r = 1 if most_rows == 1 else max(_LEAST, triton.next_power_of_2(most_rows))
     block = _places(stride, block_r, x_RH.element_size())
     span = block if num_groups <= 1 else min(block, stride // num_groups)
     block_v = 4 if block_r == 1 else 32
     sizes = [weight.shape[0] for weight in weights]
     spare = _MAX_WEIGHTS - len(weights)
-    all_scales = scales if scales else weights  # never read
+    all_scales, all_minima = scales or weights, minima or weights  # never read
     wrap_triton(_multiply)[(sum(-(-size // block_v) for size in sizes),)](
         x_RH,
         *weights,
         *list(weights[:1]) * spare,
         *all_scales,
         *list(all_scales[:1]) * spare,
+        *all_minima,
+        *list(all_minima[:1]) * spare,
         y,
         R,
         *sizes,
@@ -258,6 +277,8 @@ def _launch(
         IS_PACKED=weights[0].dtype == torch.uint8,
         IS_EXACT=is_exact,
         IS_SCALED_AFTER=is_after,
+        HAS_MIN=bool(minima),
+        OFFSET=0 if minima else OFFSET,
     )
 
 

@@ -58,9 +58,8 @@ _OWN = """{{
 
 class _Products(Kernel):
     def _parameters(self, dtypes: Sequence[str], num_weights: int) -> list[tuple[str, str]]:
-        """Of a kernel of x, weights and perhaps a scale for each."""
-        weights = range(num_weights)
-        names = ["x", *(f"w{i}" for i in weights), *(f"s{i}" for i in weights)][: len(dtypes)]
+        """Of a kernel of x, weights, and perhaps scales and minima for each."""
+        names = ["x", *(f"{kind}{i}" for kind in "wsm" for i in range(num_weights))][: len(dtypes)]
         inputs = [(f"const {dtype}*", name) for dtype, name in zip(dtypes, names, strict=True)]
         return [*inputs, ("int64_t", "num"), (f"{DTYPE_TO_CPP[self.dtype]}*", "y")]
 
@@ -87,24 +86,34 @@ class Products(_Products):
 
 
 class CodedProducts(_Products):
-    """Inputs are x [R, H], the codes of each weight, then the scales [V, G] of each, bf16.
+    """Inputs are x [R, H], the codes of each weight, then the scales [V, G] of each.
 
-    Weights of one call have codes of one dtype and groups of one size. For few rows codes become
-    floats in registers, a block of 32 at a time, and a group's sum is multiplied by its scale: sums
-    are float32 over exact products. Where x is bf16 and the CPU multiplies pairs of bf16, codes of
-    four bits are looked up as bf16, which holds them exactly. For more rows, weights are decoded.
+    Weights of one call have codes of one dtype, scales of one dtype and groups of one size. For few
+    rows codes become floats in registers, a block of 32 at a time, and a group's sum is multiplied by
+    its scale: sums are float32 over exact products. Where x is bf16 and the CPU multiplies pairs of
+    bf16, codes of four bits are looked up as bf16, which holds them exactly. For more rows, weights are
+    decoded.
     """
+
+    _num_parts = 2
+    """Inputs for each weight."""
 
     def source(
         self, dtypes: Sequence[str], sizes: Sequence[Sequence[Any]]
     ) -> tuple[str, Call, str]:
         (num, width), *rest = sizes
-        weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        rows, group, few = [int(size) for size, _ in weights], width // scales[0][1], _few(num)
+        weights = rest[: len(rest) // self._num_parts]
+        rows, few = [int(size) for size, _ in weights], _few(num)
+        group, has_min = width // rest[len(rows)][1], "true" if self._num_parts > 2 else "false"
         name = f"coded_rows_of<{width}, {group}>(rows" if few else f"decoded_rows_of<{group}>(given"
-        loop = _loop(rows, [f"{name}, w{i}, s{i}, {size}" for i, size in enumerate(rows)])
+        factors = f"llama_export::Factors<{dtypes[1 + len(rows)]}, {has_min}>"
+        calls = [
+            f"{name}, w{i}, {factors}{{s{i}, {f'm{i}' if self._num_parts > 2 else 'nullptr'}}}, {size}"
+            for i, size in enumerate(rows)
+        ]
+        loop = _loop(rows, calls)
         if few:
-            kind = f"{dtypes[0]}, {dtypes[1]}, {few}, {width}, {group}"
+            kind = f"{dtypes[0]}, {dtypes[1]}, {few}, {width}, {group}, {has_min}"
             body = _OWN.format(kind=kind, num_blocks=_num_blocks(rows), loop=loop)
         else:
             body = _SHARED.format(
@@ -117,6 +126,15 @@ class CodedProducts(_Products):
             )
         parameters = self._parameters(dtypes, len(rows))
         return headers("vectors", "products", "integers"), parameters, body
+
+
+class LiftedProducts(CodedProducts):
+    """The same with the minima [V, G] of each weight as further inputs.
+
+    For few rows each is multiplied by the sum of x over its group.
+    """
+
+    _num_parts = 3
 
 
 def _library(num: Any, rows: Sequence[int], width: Any) -> str:
@@ -154,10 +172,11 @@ def _lower(
     x: ir.TensorBox,
     weights: Sequence[ir.TensorBox],
     scales: Sequence[ir.TensorBox],
+    minima: Sequence[ir.TensorBox],
     is_rounded: bool,
 ) -> ir.TensorBox:
     num = x.get_size()[0]
     size = [num, sum(int(weight.get_size()[0]) for weight in weights)]
-    kind = CodedProducts if scales else Products
+    kind = LiftedProducts if minima else CodedProducts if scales else Products
     dtype = x.get_dtype() if is_rounded else torch.float32
-    return ir.TensorBox.create(kind([x, *weights, *scales], size, (num,), dtype))
+    return ir.TensorBox.create(kind([x, *weights, *scales, *minima], size, (num,), dtype))

@@ -5,7 +5,9 @@ Shape letters: `...` the axes of the call's tokens, [B, S] or [P].
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """A linear layer [..., in] -> [..., out], fused for few rows (see `Formulation`).
 
-    `weight_scale` [out, groups] is there where the weight is codes, and multiplies each group of a row.
+    `weight_scale` [out, groups] is there where the weight is codes, and multiplies each group of a row;
+    `weight_min`, which is added to a group's values, where codes have minima.
     """
 
     def __init__(self, num_in: int, num_out: int, form: Formulation, *, bias: bool = False) -> None:
@@ -44,27 +47,29 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
         self.weight_scale: nn.Parameter | None = None
+        self.weight_min: nn.Parameter | None = None
+        self.codes: Codes | None = None
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
         return together(x, self)[0]
 
     def hold(self, codes: Codes) -> None:
-        """Makes room for a weight of codes and its scales."""
-        weight, scale = codes.shape(self.weight.shape), codes.scale_shape(self.weight.shape)
-        self.weight, self.weight_scale = (
-            nn.Parameter(torch.empty(shape), requires_grad=False) for shape in (weight, scale)
-        )
-
-    @property
-    def has_integers(self) -> bool:
-        """Whether the weight is codes of small integers (see `llama_export.model.integers`)."""
-        return self.weight_scale is not None and self.weight.dtype in integers.DTYPES
+        """Makes room for a weight of codes and what belongs to them."""
+        self.codes = codes
+        for name, info in codes.tensors("", tuple(self.weight.shape)).items():
+            room = nn.Parameter(torch.empty(info.shape), requires_grad=False)
+            setattr(self, name.removeprefix("."), room)
 
     @property
     def has_fp8(self) -> bool:
         """Whether the weight is FP8 codes (see `llama_export.model.fp8`)."""
-        return self.weight_scale is not None and not self.has_integers
+        return self.weight.dtype == torch.float8_e4m3fn
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether few rows are multiplied with the weight by an operator that has kernels."""
+        return not self.has_fp8 or self.form.has_fp8_kernel
 
     @property
     def has_addition(self) -> bool:
@@ -81,8 +86,8 @@ class Linear(nn.Module):
 
     def _apart(self, x: Tensor, bias: Tensor | None) -> Tensor:
         scale, form = self.weight_scale, self.form
-        if scale is not None and self.has_integers:
-            return integers.linear(x, self.weight, scale, bias)
+        if scale is not None and not self.has_fp8:
+            return integers.linear(x, self.weight, scale, self.weight_min, bias)
         if scale is not None:
             return fp8.linear(x, self.weight, scale, bias, form=form)
         return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -115,24 +120,31 @@ class Embedding(Linear):
         found = F.embedding(tokens, self.weight)
         if self.weight_scale is None:
             return found.to(self.form.dtype)
-        return integers.decode(found, F.embedding(tokens, self.weight_scale), self.form.dtype)
+        scale = F.embedding(tokens, self.weight_scale)
+        minimum = None if self.weight_min is None else F.embedding(tokens, self.weight_min)
+        return integers.decode(found, scale, minimum, self.form.dtype)
 
 
 def together(x: Tensor, *layers: Linear) -> list[Tensor]:
-    """Linear layers of the same x [..., in], as one pass over their weights for few rows."""
-    form = layers[0].form
-    scales = [layer.weight_scale for layer in layers if layer.weight_scale is not None]
-    has_fp8 = form.has_fp8_kernel and all(layer.has_fp8 for layer in layers)
-    has_kernel = not scales or has_fp8 or all(layer.has_integers for layer in layers)
-    is_small = statically_known_true(math.prod(x.shape[:-1]) <= form.max_fused_rows)
-    if not has_kernel or not is_small:
-        return [layer.apart(x) for layer in layers]
+    """Linear layers of the same x [..., in]; for few rows as one pass over weights of one kind."""
+    is_small = statically_known_true(math.prod(x.shape[:-1]) <= layers[0].form.max_fused_rows)
+    found: list[Tensor] = []
+    for _, alike in itertools.groupby(layers, key=lambda layer: layer.codes):
+        few = list(alike)
+        is_fused = is_small and few[0].has_kernel
+        found += _fused(x, few) if is_fused else [layer.apart(x) for layer in few]
+    return found
+
+
+def _fused(x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
     weights = [layer.weight for layer in layers]
+    scales = [layer.weight_scale for layer in layers if layer.weight_scale is not None]
+    minima = [layer.weight_min for layer in layers if layer.weight_min is not None]
     is_rounded = not any(layer.has_addition for layer in layers)
-    flat = x.flatten(0, -2)
-    if has_fp8:
+    flat, form = x.flatten(0, -2), layers[0].form
+    if layers[0].has_fp8:
         y = fp8_products(flat, weights, scales, form.numerics == "exact", is_rounded)
     else:
-        y = products(flat, weights, scales, is_rounded)
+        y = products(flat, weights, scales, minima, is_rounded)
     parts = y.unflatten(0, x.shape[:-1]).split([weight.shape[0] for weight in weights], dim=-1)
     return [layer.finish(part, x.dtype) for layer, part in zip(layers, parts, strict=True)]

@@ -15,27 +15,36 @@ from llama_export.model import fp8, integers
 
 @torch.library.custom_op("llama_export::products", mutates_args=())
 def products(
-    x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], is_rounded: bool
+    x_RH: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    minima: Sequence[Tensor],
+    is_rounded: bool,
 ) -> Tensor:
     """X [R, H] times each weight [V, H], side by side, [R, sum of V]: in float32, or rounded as x.
 
-    Where there are scales [V, G], bf16, one for each weight, these are codes of small integers of
-    one kind (see `llama_export.model.integers`).
+    Where there are scales [V, G], one for each weight, these are codes of small integers of one kind
+    (see `llama_export.model.integers`), and so are minima, or there are none.
 
     The operator has a kernel of its own in native code (`llama_export.lower.products`); what it
     computes is this: a sum in float32 over the stored weight, or over the decoded one.
     """
     wide = [weight.float() for weight in weights]
     if scales:
-        pairs = zip(weights, scales, strict=True)
-        wide = [integers.decode(codes, scale, torch.float32) for codes, scale in pairs]
+        lowest: Sequence[Tensor | None] = minima or [None] * len(scales)
+        parts = zip(weights, scales, lowest, strict=True)
+        wide = [integers.decode(*part, torch.float32) for part in parts]
     y = torch.cat([(x_RH[:, None] * weight).sum(-1) for weight in wide], dim=-1)
     return y.to(x_RH.dtype) if is_rounded else y
 
 
 @products.register_fake
 def _(
-    x_RH: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], is_rounded: bool
+    x_RH: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    minima: Sequence[Tensor],
+    is_rounded: bool,
 ) -> Tensor:
     size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
     return x_RH.new_empty(size, dtype=x_RH.dtype if is_rounded else torch.float32)

@@ -1,12 +1,13 @@
 """A bundle's weights as a GGUF file, for engines that read that format.
 
 Values are those of the bundle: matrices have its dtype, and codes of eight and four bits become
-blocks of Q8_0 and Q4_0 with the same codes; scales, bf16 there, are rounded to the blocks' float16.
+blocks of Q8_0 and Q4_0, or Q4_1 where they have minima, with the same codes; scales and minima are
+rounded to the blocks' float16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import torch
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.manifest import Manifest
-from llama_export.checkpoint.layout import BLOCK, HEAD, SCALE
+from llama_export.checkpoint.layout import BLOCK, FACTORS, HEAD
 from llama_export.checkpoint.names import to_gguf
 from llama_export.laws.oracle import network_weights
-from llama_export.model.integers import DTYPES, decode
+from llama_export.model.integers import decode
 from llama_export.model.llama import INV_FREQ
 from llama_runtime.places import find_weights
 from llama_runtime.weights import bundle_weights
@@ -38,6 +39,12 @@ _FILE_TYPES = {
     "int4": gguf.LlamaFileType.MOSTLY_Q4_0,
 }
 """By how weights are rounded. Only OpenVINO looks at it, and knows no type for bf16."""
+_TYPES = {
+    (torch.int8, 1): Types.Q8_0,
+    (torch.uint8, 1): Types.Q4_0,
+    (torch.uint8, 2): Types.Q4_1,
+}
+"""Of blocks, by the dtype of codes and the number of their factors."""
 ROPE_FREQS = "rope_freqs.weight"
 _ROPE_TOLERANCE = 1e-5
 
@@ -73,10 +80,10 @@ def write_gguf(
         if translated is None or (name == HEAD and bundle.manifest.model.tie_word_embeddings):
             continue
         order = _row_order(name, bundle.manifest)
-        scale = weights.get(name.removesuffix(".weight") + SCALE)
-        if scale is not None and len(scale) == len(weight):
-            scale = order(scale)
-        array, kind = blocks(order(weight), scale, compute, dtype or compute)
+        module = name.removesuffix(".weight")
+        found = [weights[module + ending] for ending in FACTORS if module + ending in weights]
+        ordered = [order(part) if len(part) == len(weight) else part for part in found]
+        array, kind = blocks(order(weight), ordered, compute, dtype or compute)
         writer.add_tensor(translated, array, raw_dtype=kind)
     _finish(writer)
 
@@ -132,34 +139,40 @@ def _row_order(name: str, manifest: Manifest) -> Callable[[torch.Tensor], torch.
 
 
 def blocks(
-    weight: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype, dtype: torch.dtype
+    weight: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    compute: torch.dtype,
+    dtype: torch.dtype,
 ) -> Blocks:
     """A weight as the file holds it: vectors in float32, matrices in a dtype or as their codes.
 
     Args:
         weight: stored in the bundle, [V] or [V, H], of four bits [V, H / 2].
-        scale: of its codes, [V, G]; None: it has none.
+        factors: scales of its codes, [V, G], and then perhaps minima; empty: it is none.
         compute: to which codes of FP8, and rows that fill no blocks, are decoded.
         dtype: of matrices that are no integers.
     """
     if weight.dim() == 1:
         return weight.float().numpy(), Types.F32
-    if scale is not None and weight.dtype in DTYPES:
+    kind = _TYPES.get((weight.dtype, len(factors)))
+    if kind is not None:
         num_bytes = BLOCK // 2 if weight.dtype == torch.uint8 else BLOCK
         if weight.shape[1] % num_bytes == 0:
-            return _codes(weight, scale, num_bytes)
-    if scale is not None:
-        weight = decode(weight, scale, compute)
+            return _codes(weight, factors, num_bytes), kind
+    if factors:
+        minimum = factors[1] if len(factors) > 1 else None
+        weight = decode(weight, factors[0], minimum, compute)
     weight = weight.to(dtype).contiguous()
     if dtype == torch.bfloat16:
         return weight.view(torch.uint8).numpy(), Types.BF16
     return weight.numpy(), Types.F16 if dtype == torch.float16 else Types.F32
 
 
-def _codes(codes: torch.Tensor, scale: torch.Tensor, num_bytes: int) -> Blocks:
-    """Blocks of so many bytes of 32 codes, each after its own scale."""
+def _codes(codes: torch.Tensor, factors: Sequence[torch.Tensor], num_bytes: int) -> Array:
+    """Blocks of so many bytes of 32 codes, each after its own factors."""
     parts = codes.contiguous().view(torch.uint8).unflatten(1, (-1, num_bytes))
-    scales = scale.repeat_interleave(parts.shape[1] // scale.shape[1], dim=1).half()
-    heads = scales.contiguous()[..., None].view(torch.uint8)
-    array = torch.cat((heads, parts), dim=-1).flatten(1).numpy()
-    return array, Types.Q4_0 if codes.dtype == torch.uint8 else Types.Q8_0
+    size = parts.shape[1] // factors[0].shape[1]
+    spread = [factor.repeat_interleave(size, dim=1).half() for factor in factors]
+    heads = torch.stack(spread, dim=-1).view(torch.uint8)
+    array: Array = torch.cat((heads, parts), dim=-1).flatten(1).numpy()
+    return array

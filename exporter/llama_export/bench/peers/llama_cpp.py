@@ -46,7 +46,8 @@ class Method:
         import llama_cpp
 
         self._lib = llama_cpp
-        manifest = open_bundle(setup.folder).manifest
+        bundle = open_bundle(setup.folder)
+        manifest = bundle.manifest
         self._size = manifest.model.vocab_size
         path = setup.scratch / FILE_NAME
         self._model = llama_cpp.llama_model_load_from_file(
@@ -63,7 +64,7 @@ class Method:
                 hint="leave this engine out, or try another version of it",
             )
         found = installed(LIBRARY, extra=EXTRA)
-        self.label = f"llama.cpp ({LIBRARY} {found}), {stored_type(manifest)}"
+        self.label = f"llama.cpp ({LIBRARY} {found}), {stored_type(bundle)}"
         self.versions = {LIBRARY: found}
         self.files = [path]
 

@@ -67,7 +67,8 @@ class Method:
         import openvino_genai
 
         self._lib = openvino_genai
-        manifest = open_bundle(setup.folder).manifest
+        bundle = open_bundle(setup.folder)
+        manifest = bundle.manifest
         options: dict[str, Any] = {
             "ATTENTION_BACKEND": ATTENTION[setup.method],
             "INFERENCE_NUM_THREADS": setup.threads,
@@ -81,7 +82,7 @@ class Method:
         self._pipeline = openvino_genai.LLMPipeline(str(_folder(setup)), "CPU", **options)
         self._executor = ThreadPoolExecutor(1)
         found = installed(LIBRARY, extra=EXTRA)
-        self.label = f"{setup.method} ({LIBRARY} {found}), {stored_type(manifest)}"
+        self.label = f"{setup.method} ({LIBRARY} {found}), {stored_type(bundle)}"
         self.versions = {LIBRARY: found}
         self.files = [_folder(setup) / name for name in MODEL_FILES]
 
