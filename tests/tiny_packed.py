@@ -103,7 +103,7 @@ def write_tiny_packed(
     }
     values = tiny_config(
         **{"torch_dtype": "float16", **config},
-        quantization_config=scheme(form, **said, **(quantization or {})),
+        quantization_config=scheme(form, **{**said, **(quantization or {})}),
     )
     (folder / "config.json").write_text(json.dumps(values))
     tensors = tiny_tensors(values, dtype=torch.float16)

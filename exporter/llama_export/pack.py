@@ -14,7 +14,15 @@ from llama_artifacts.digests import hashing
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, ChoiceError
 from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File, Quantized
-from llama_export.checkpoint.layout import E4M3, FACTORS, ORDER, SCALE, coded_modules
+from llama_export.checkpoint.layout import (
+    E4M3,
+    EIGHT_BITS,
+    FACTORS,
+    ORDER,
+    PACKED,
+    SCALE,
+    coded_modules,
+)
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies
@@ -137,9 +145,12 @@ def _used_in_place(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) ->
     stored: dict[str, Stored] = {}
     for name, info in tensors.items():
         entry = checkpoint.stored(name)
-        if info.dtype != checkpoint.tensors[name].dtype or checkpoint.source.kind == "gguf":
+        is_packed = entry is None and info.dtype in (EIGHT_BITS, PACKED)
+        is_stored = info.dtype == checkpoint.tensors[name].dtype and not is_packed
+        if not is_stored or checkpoint.source.kind == "gguf":
+            how = "packed into int32" if is_packed else f"as {checkpoint.tensors[name].dtype}"
             raise ChoiceError(
-                f"`{name}` is stored as {checkpoint.tensors[name].dtype} and has to be converted",
+                f"`{name}` is stored {how} and has to be converted",
                 hint="only --weights copy converts; or take a safetensors checkpoint without --dtype",
             )
         if entry is not None:

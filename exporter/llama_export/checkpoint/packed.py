@@ -100,7 +100,7 @@ def check_packed(
     return found
 
 
-def scheme_codes(scheme: PackedScheme, width: int, scale_dtype: str) -> Codes:
+def packed_codes(scheme: PackedScheme, width: int, scale_dtype: str) -> Codes:
     """How a matrix of rows of that width becomes codes; scales with minima are f32, which holds both."""
     size = scheme.group_size
     has_groups = size is not None and size < width
@@ -162,7 +162,7 @@ def _codes(
     if scheme.form != "pack-quantized" and num_out % (32 // scheme.bits):
         message = f"expected rows that fill int32 of {32 // scheme.bits} codes, got {num_out}"
         raise _error(name, message, where)
-    return scheme_codes(scheme, width, infos[SCALES].dtype)
+    return packed_codes(scheme, width, infos[SCALES].dtype)
 
 
 def _shapes(
