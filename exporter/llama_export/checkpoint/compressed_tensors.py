@@ -14,6 +14,7 @@ from typing import Any
 from llama_export.checkpoint.fields import Fields
 from llama_export.checkpoint.refusals import quoted
 from llama_export.checkpoint.schemes import (
+    Form,
     Fp8Scheme,
     PackedScheme,
     check,
@@ -23,7 +24,8 @@ from llama_export.checkpoint.schemes import (
 )
 
 METHOD = "compressed-tensors"
-FLOATS, INTEGERS = "float-quantized", "pack-quantized"
+FLOATS = "float-quantized"
+INTEGERS: Form = "pack-quantized"
 
 # What each object of a scheme must say: the values that are taken, the first where none is given.
 _ALWAYS: dict[str, tuple[Any, ...]] = {
