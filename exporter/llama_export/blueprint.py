@@ -123,7 +123,7 @@ def draw(recipe: Recipe) -> Blueprint:
     coded = coded_modules(checkpoint.tensors)
     fp8 = {module for module, codes in coded.items() if codes.is_fp8}
     _check_numerics(recipe, fp8)
-    quantized = _quantized(recipe, fp8)
+    quantized = _quantized(recipe, fp8, is_packed=len(coded) > len(fp8))
     _check_name(checkpoint)
     sizes = _sizes(recipe, checkpoint)
     drafts = _drafts(recipe, specs, formats, sizes)
@@ -232,8 +232,8 @@ def _check_numerics(recipe: Recipe, fp8: Collection[str]) -> None:
         )
 
 
-def _quantized(recipe: Recipe, fp8: Collection[str]) -> Quantized | None:
-    quantized = choose(recipe.quantize, recipe.group_size, is_fp8=bool(fp8))
+def _quantized(recipe: Recipe, fp8: Collection[str], *, is_packed: bool) -> Quantized | None:
+    quantized = choose(recipe.quantize, recipe.group_size, is_fp8=bool(fp8), is_packed=is_packed)
     if recipe.quantize is not None and recipe.weights in ("link", "reference"):
         raise ChoiceError(
             f"--weights {recipe.weights} uses weights as they are stored,"

@@ -14,7 +14,15 @@ from llama_artifacts.digests import hashing
 from llama_artifacts.dtypes import from_name
 from llama_artifacts.errors import BuildError, ChoiceError
 from llama_artifacts.manifest import VECTORS_SUFFIX, WEIGHTS_NAME, File, Quantized
-from llama_export.checkpoint.layout import E4M3, FACTORS, SCALE, coded_modules
+from llama_export.checkpoint.layout import (
+    E4M3,
+    EIGHT_BITS,
+    FACTORS,
+    ORDER,
+    PACKED,
+    SCALE,
+    coded_modules,
+)
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies
@@ -41,8 +49,8 @@ _PLACES = {
     for group, modules in enumerate(_LAYER_ORDER)
     for place, module in enumerate(modules)
 }
-_PARTS = {ending: place for place, ending in enumerate(FACTORS, 1)}
-"""Where factors come after the weights of their group."""
+_PARTS = {ending: place for place, ending in enumerate((*FACTORS, ORDER), 1)}
+"""Where what belongs to codes comes after the weights of their group."""
 _FICLONE = 0x40049409
 """Of ioctl_ficlone(2): the files share their blocks until one of them is written to."""
 _MAX_F16 = 65504.0
@@ -106,7 +114,7 @@ def plan_weights(
     codes = {f"{module}.weight" for module in coded_modules(checkpoint.tensors)}
     tensors = {
         name: info
-        if info.dtype in kept or name in codes or name.endswith(FACTORS)
+        if info.dtype in kept or name in codes or name.endswith((*FACTORS, ORDER))
         else TensorInfo(compute, info.shape)
         for name, info in checkpoint.tensors.items()
     }
@@ -137,9 +145,12 @@ def _used_in_place(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) ->
     stored: dict[str, Stored] = {}
     for name, info in tensors.items():
         entry = checkpoint.stored(name)
-        if info.dtype != checkpoint.tensors[name].dtype or checkpoint.source.kind == "gguf":
+        is_packed = entry is None and info.dtype in (EIGHT_BITS, PACKED)
+        is_stored = info.dtype == checkpoint.tensors[name].dtype and not is_packed
+        if not is_stored or checkpoint.source.kind == "gguf":
+            how = "packed into int32" if is_packed else f"as {checkpoint.tensors[name].dtype}"
             raise ChoiceError(
-                f"`{name}` is stored as {checkpoint.tensors[name].dtype} and has to be converted",
+                f"`{name}` is stored {how} and has to be converted",
                 hint="only --weights copy converts; or take a safetensors checkpoint without --dtype",
             )
         if entry is not None:

@@ -31,21 +31,26 @@ _CHUNK_VALUES = 1 << 24
 
 
 def choose(
-    kind: Quantize | None, group_size: str | None, *, is_fp8: bool = False
+    kind: Quantize | None,
+    group_size: str | None,
+    *,
+    is_fp8: bool = False,
+    is_packed: bool = False,
 ) -> Quantized | None:
     """What the options `--quantize` and `--group-size` ask to make; None: nothing.
 
     Raises:
-        ChoiceError: they contradict each other, or the weights are FP8.
+        ChoiceError: they contradict each other, or the weights are FP8 or integers.
     """
     if kind is None or kind == "stored":
         if group_size is not None:
             message = f"--group-size {group_size} is for --quantize int8 and int4"
             raise ChoiceError(message, hint="use --quantize int8")
         return None
-    if is_fp8:
+    if is_fp8 or is_packed:
+        found = "FP8" if is_fp8 else "integers already"
         raise ChoiceError(
-            f"--quantize {kind} is for unquantised weights, and the checkpoint's are FP8",
+            f"--quantize {kind} is for unquantised weights, and the checkpoint's are {found}",
             hint="leave --quantize out, or take the unquantised checkpoint of the same model",
         )
     if group_size is None:

@@ -19,6 +19,7 @@ from llama_artifacts.bundle import Bundle, check_digest, open_bundle
 from llama_artifacts.errors import CompatibilityError, IntegrityError
 from llama_artifacts.manifest import Format, Manifest
 from llama_artifacts.strict_json import parse_object
+from llama_export.checkpoint.layout import ORDER, order_of
 from llama_export.laws.bench import Bench
 from llama_export.laws.oracle import Oracle, network_weights
 from llama_export.model.llama import INV_FREQ
@@ -254,8 +255,11 @@ def _weights(
             if name + SCALE not in stored:
                 raise IntegrityError(f"the weights lack `{name}{SCALE}`", where=bundle.folder)
             found = _decoded(tensor, stored[name + SCALE], stored.get(name + MIN))
+            order = order_of(name.removesuffix(".weight"), stored)
+            if order is not None:
+                found[:, stored[order].long()] = found.clone()
             weights[name] = found.to(dtype)
-        elif not name.endswith((SCALE, MIN)):
+        elif not name.endswith((SCALE, MIN, ORDER)):
             weights[name] = tensor if name == INV_FREQ else tensor.to(dtype)
     return weights
 

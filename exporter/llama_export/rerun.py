@@ -11,12 +11,12 @@ from llama_artifacts.errors import BuildError, CompatibilityError
 from llama_artifacts.manifest import FORMATS, Manifest, Program, Source
 from llama_artifacts.strict_json import parse_object, shown
 from llama_artifacts.weights import stored_tensors
-from llama_export.checkpoint.layout import E4M3, EIGHT_BITS, FACTORS, PACKED, SCALE
+from llama_export.checkpoint.layout import E4M3, EIGHT_BITS, FACTORS, ORDER, PACKED, SCALE
 from llama_export.entries import registry
 from llama_export.entries.variants import DEFAULTS, NONE
 
 T = TypeVar("T")
-_FIXED = (*FACTORS, ".inv_freq")
+_FIXED = (*FACTORS, ORDER, ".inv_freq")
 """How the names of weights end whose dtype no choice changes."""
 _CODES = (E4M3, EIGHT_BITS, PACKED)
 """Dtypes of weights beside the compute dtype."""

@@ -18,6 +18,7 @@ from llama_export.checkpoint.layout import (
     EMBEDDING,
     FACTORS,
     HEAD,
+    ORDER,
     PACKED,
     coded_modules,
 )
@@ -61,6 +62,8 @@ def cuts_of(config: LlamaConfig, tensors: Mapping[str, TensorInfo]) -> dict[str,
     cuts = {}
     for name, info in tensors.items():
         kind = name.split(".")[-2]
+        if name.endswith(ORDER):
+            continue
         if kind in _BY_ROWS:
             cuts[name] = Cut(name, "rows")
         elif kind in _BY_COLUMNS and len(info.shape) == 2 and not _is_whole(name, info):
@@ -104,6 +107,12 @@ def _check_codes(tensors: Mapping[str, TensorInfo], num_shards: int) -> None:
     for module, codes in coded_modules(tensors).items():
         if module.split(".")[-1] not in _BY_COLUMNS:
             continue
+        if codes.has_order:
+            raise BuildError(
+                f"expected columns that {num_shards} shards can divide, got those of `{module}` in"
+                " activation order",
+                hint="use --shards 1, or a checkpoint without desc_act",
+            )
         width = tensors[f"{module}.weight"].shape[1] * codes.per_byte
         block = codes.group_size or (BLOCK if codes.dtype == PACKED else 1)
         if width // num_shards % block:

@@ -19,13 +19,17 @@ from llama_export.checkpoint.config import read_hf_config
 from llama_export.checkpoint.hf import HfCheckpoint
 from llama_export.checkpoint.layout import expected_tensors, linear_shapes, parameter_count
 from llama_export.checkpoint.open import open_checkpoint
+from llama_export.checkpoint.schemes import Fp8Scheme
 from llama_export.pack import ALIGNMENT, plan_weights, write_weights
 from llama_export.recipe import Recipe
 from llama_runtime.weights import map_weights
 from tests.tiny import tiny_config, write_tiny
 from tests.tiny_fp8 import ACTIVATIONS, WEIGHTS, decoded, scheme, write_tiny_fp8
 
-SUPPORTED = "supported: compressed-tensors float-quantized (FP8 dynamic)"
+SUPPORTED = (
+    "supported: gptq, awq, compressed-tensors pack-quantized, compressed-tensors float-quantized"
+    " (FP8 dynamic)"
+)
 Q0, GATE1, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "lm_head"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
@@ -34,8 +38,8 @@ def covered(**quantization: Any) -> set[str]:
     """The linear layers of the tiny network that a scheme names as FP8."""
     config = tiny_config(quantization_config=scheme(**quantization))
     found = read_hf_config(config, where="config.json")
-    assert found.fp8 is not None
-    return {name for name in linear_shapes(found.config) if found.fp8.covers(name)}
+    assert isinstance(found.scheme, Fp8Scheme)
+    return {name for name in linear_shapes(found.config) if found.scheme.covers(name)}
 
 
 def refusal(folder: Path) -> CheckpointError:
@@ -47,12 +51,9 @@ def refusal(folder: Path) -> CheckpointError:
 # --- schemes --------------------------------------------------------------------------------------
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
-    "awq": ({"quant_method": "awq"}, "quant_method 'awq'"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
     "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quant_method 'fp8'"),
     "mxfp4": ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
-    "packed": (scheme(format="pack-quantized"), "compressed-tensors format 'pack-quantized'"),
     "integers": (scheme(format="int-quantized"), "compressed-tensors format 'int-quantized'"),
     "a group's format": (scheme(group={"format": "nvfp4-pack-quantized"}), ".format' = "),
     "weights of 4 bits": (scheme(weights={"num_bits": 4}), "weights.num_bits' = 4"),
@@ -120,7 +121,7 @@ def test_a_malformed_scheme_is_refused(case: str) -> None:
 
 def test_two_schemes_must_be_one() -> None:
     same = tiny_config(quantization_config=scheme(), compression_config=scheme())
-    assert read_hf_config(same, where="c").fp8 is not None
+    assert read_hf_config(same, where="c").scheme is not None
     other = tiny_config(quantization_config=scheme(), compression_config=scheme([]))
     with pytest.raises(CheckpointError, match="differ"):
         read_hf_config(other, where="c")

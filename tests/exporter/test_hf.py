@@ -187,9 +187,9 @@ def test_no_weights(tmp_path: Path, name: str | None, hint: str) -> None:
 
 
 def test_config_is_refused_before_any_weight_file_is_looked_at(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "tiny", quantization_config={"quant_method": "gptq"})
+    folder = write_tiny(tmp_path / "tiny", quantization_config={"quant_method": "hqq"})
     (folder / "model.safetensors").write_bytes(b"")
-    assert "quant_method 'gptq'" in refusal(folder).message
+    assert "quant_method 'hqq'" in refusal(folder).message
 
 
 BAD_TEXT = {

@@ -78,10 +78,10 @@ def test_dangling_blob_is_named(tmp_path: Path, cache: Path) -> None:
 def test_unsupported_model_is_refused_before_weights_are_fetched(
     tmp_path: Path, cache: Path
 ) -> None:
-    made = write_tiny(tmp_path / "made", quantization_config={"quant_method": "awq"})
+    made = write_tiny(tmp_path / "made", quantization_config={"quant_method": "hqq"})
     (made / "model.safetensors").unlink()
     cache_repository(cache, made)
-    with pytest.raises(CheckpointError, match="quant_method 'awq'"):
+    with pytest.raises(CheckpointError, match="quant_method 'hqq'"):
         open_checkpoint(REPOSITORY)
 
 

@@ -97,7 +97,7 @@ def test_the_fp8_presets_linear_layers_are_fp8() -> None:
     assert found.revision == "442e7f522277df12f53d63e8384087af31fbfc4b"
     assert len(found.files) == 2
     read = read_hf_config(found.config, where=found.name)
-    assert read.fp8 is not None
-    assert read.fp8.covers("model.layers.31.mlp.down_proj")
-    assert not read.fp8.covers("lm_head")
+    assert read.scheme is not None
+    assert read.scheme.covers("model.layers.31.mlp.down_proj")
+    assert not read.scheme.covers("lm_head")
     assert read.config == config_from_hf(preset("llama-3.1-8b-instruct").config, where="other")

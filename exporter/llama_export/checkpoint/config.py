@@ -10,7 +10,7 @@ from llama_artifacts.errors import CheckpointError
 from llama_artifacts.strict_json import json_type, shown
 from llama_export.checkpoint import hf_keys
 from llama_export.checkpoint.fields import Fields
-from llama_export.checkpoint.quantization import Fp8Scheme, read_scheme
+from llama_export.checkpoint.quantization import read_scheme
 from llama_export.checkpoint.refusals import (
     changes_maths,
     is_neutral,
@@ -18,6 +18,7 @@ from llama_export.checkpoint.refusals import (
     refuse_other_architecture,
     refuse_other_maths,
 )
+from llama_export.checkpoint.schemes import Fp8Scheme, PackedScheme
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -75,13 +76,13 @@ class HfConfig:
         config: the network.
         dtype: `bf16`, `f16`, `f32` or `f64`; None where the file leaves it open.
         notes: values that were assumed, and keys that were ignored.
-        fp8: which linear layers are FP8; None where none is.
+        scheme: which linear layers are quantised, and how; None where none is.
     """
 
     config: LlamaConfig
     dtype: str | None
     notes: tuple[str, ...]
-    fp8: Fp8Scheme | None = None
+    scheme: Fp8Scheme | PackedScheme | None = None
 
 
 def config_from_hf(

@@ -104,6 +104,13 @@ def is_same(first: Stored, second: Stored) -> bool:
     return True
 
 
+def is_zero(stored: Stored) -> bool:
+    """Whether a small tensor's bytes are all zero."""
+    with stored.path.open("rb") as file:
+        file.seek(stored.tensor.start)
+        return not any(file.read(stored.tensor.end - stored.tensor.start))
+
+
 def _is_plain(name: str) -> bool:
     return _PLAIN.fullmatch(name) is not None
 

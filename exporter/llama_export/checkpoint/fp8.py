@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from llama_artifacts.errors import CheckpointError
 from llama_export.checkpoint.config import LlamaConfig
 from llama_export.checkpoint.layout import E4M3, SCALE, linear_shapes
-from llama_export.checkpoint.quantization import Fp8Scheme
+from llama_export.checkpoint.schemes import Fp8Scheme
 from llama_export.checkpoint.source import TensorInfo
 
 E5M2 = "f8e5m2"

@@ -14,6 +14,7 @@ from llama_artifacts.errors import CheckpointError, TokenizerError
 from llama_artifacts.manifest import File, Source
 from llama_artifacts.strict_json import shown
 from llama_export.checkpoint import hub
+from llama_export.checkpoint.coded_layers import coded_layers
 from llama_export.checkpoint.config import (
     HfConfig,
     LlamaConfig,
@@ -29,18 +30,18 @@ from llama_export.checkpoint.files import (
     locate,
     read_json,
 )
-from llama_export.checkpoint.fp8 import check_fp8, with_row_scales
 from llama_export.checkpoint.layout import (
-    E4M3,
     EMBEDDING,
-    FP8,
     HEAD,
     SCALE,
+    Codes,
     check_layout,
     expected_tensors,
     first_layers,
+    linear_shapes,
 )
 from llama_export.checkpoint.model_card import read_license
+from llama_export.checkpoint.packed import Packed
 from llama_export.checkpoint.source import Stored, TensorInfo
 from llama_export.checkpoint.tokenizer_files import check_tokenizer, tokenizer_assets
 
@@ -71,6 +72,7 @@ class HfCheckpoint:
     has_data: bool
     _folder: Path
     _stored: Mapping[str, Stored]
+    _packed: Mapping[str, Packed] = field(default_factory=dict)
     _maps: dict[Path, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -105,9 +107,13 @@ class HfCheckpoint:
         has_data = not headers_only or _are_whole(stored)
         stored, ignored = _without_inv_freq(_kept(stored, num_layers))
         config, stored = _resolve_head(hf.config, stored, not has_data, notes)
-        tensors = _checked_tensors(hf, config, stored, notes, where=folder)
+        layers = coded_layers(hf.scheme, config, stored, where=folder, has_data=has_data)
+        check_layout(config, layers.tensors, where=folder, coded=layers.codes)
+        names = expected_tensors(config, layers.codes)
+        tensors = {name: layers.tensors[name] for name in names}
+        notes += layers.notes
         notes += _inv_freq_notes(ignored, config, headers_only=not has_data)
-        dtype = _compute_dtype(hf, tensors, notes, where=folder)
+        dtype = _compute_dtype(hf, _plain(config, layers.codes, tensors), notes, where=folder)
         notes += check_tokenizer(folder, config.vocab_size)
         stop_tokens = _stop_tokens(folder, values, config.vocab_size, notes)
         resolved = folder.resolve().name
@@ -122,26 +128,46 @@ class HfCheckpoint:
             has_data=has_data,
             _folder=folder,
             _stored=stored,
+            _packed=layers.packed,
         )
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as a private memory map, in its stored dtype; scales as one for each row."""
+        """One tensor as a private memory map, in its stored dtype; FP8's scales as one for each row.
+
+        What packed weights become is made of them, and no map.
+
+        Raises:
+            CheckpointError: only headers are here, or a packed weight is not what its scheme says.
+        """
         if name not in self.tensors:
             raise CheckpointError(f"no tensor {shown(name)}", where=self._folder)
-        stored = self._stored[name]
-        if not self.has_data:
-            message = "opened by header only; the weights are not here"
-            raise CheckpointError(message, where=f"{stored.path}#{name}")
-        tensor = _mapped(stored, self._map(stored.path, stored.tensor.end))
+        module, kind = name.rsplit(".", 1)
+        if module in self._packed and kind != "bias":
+            return self._unpacked(self._packed[module], kind)
+        tensor = self._read(name)
         if name.endswith(SCALE):
             return tensor.reshape(-1, 1).expand(self.tensors[name].shape)
         return tensor
 
+    def _unpacked(self, packed: Packed, kind: str) -> torch.Tensor:
+        from llama_export.checkpoint.packed_int32 import PackedWeight
+
+        parts = {part: self._read(name) for part, name in packed.names.items()}
+        return PackedWeight(packed, parts, where=self._folder).read(kind)
+
+    def _read(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        if not self.has_data:
+            message = "opened by header only; the weights are not here"
+            raise CheckpointError(message, where=f"{stored.path}#{name}")
+        return _mapped(stored, self._map(stored.path, stored.tensor.end))
+
     def stored(self, name: str) -> Stored | None:
         """Where the tensor's bytes are, as `read` gives them, under this name; None: nowhere."""
-        stored = self._stored[name]
-        is_plain = stored.name == name and stored.tensor.shape == self.tensors[name].shape
-        return stored if is_plain else None
+        stored = self._stored.get(name)
+        if stored is None or stored.name != name:
+            return None
+        return stored if stored.tensor.shape == self.tensors[name].shape else None
 
     def describe(self, path: Path) -> File:
         """Size and digest of a whole file that `stored` names, also where only its header is here.
@@ -201,24 +227,6 @@ def _read_config(
     return hf
 
 
-def _checked_tensors(
-    hf: HfConfig,
-    config: LlamaConfig,
-    stored: Mapping[str, Stored],
-    notes: list[str],
-    *,
-    where: Path,
-) -> dict[str, TensorInfo]:
-    """The tensors that the network has, in its order, held against the config."""
-    found = {name: _info(entry) for name, entry in stored.items()}
-    fp8 = check_fp8(hf.fp8, config, found, where=where)
-    tensors = with_row_scales(config, found, fp8)
-    check_layout(config, tensors, where=where, fp8=fp8)
-    if fp8:
-        notes.append(f"{len(fp8)} linear layers are FP8 (E4M3) and stay so in the bundle")
-    return {name: tensors[name] for name in expected_tensors(config, dict.fromkeys(fp8, FP8))}
-
-
 def _are_whole(stored: Mapping[str, Stored]) -> bool:
     ends: dict[Path, int] = {}
     for entry in stored.values():
@@ -232,8 +240,13 @@ def _kept(stored: dict[str, Stored], num_layers: int | None) -> dict[str, Stored
     return first_layers(stored, num_layers)
 
 
-def _info(stored: Stored) -> TensorInfo:
-    return TensorInfo(stored.tensor.dtype, stored.tensor.shape)
+def _plain(
+    config: LlamaConfig, codes: Mapping[str, Codes], tensors: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """The tensors without codes and what belongs to them."""
+    shapes = linear_shapes(config)
+    coded = {name for module in codes for name in codes[module].tensors(module, shapes[module])}
+    return {name: info for name, info in tensors.items() if name not in coded}
 
 
 def _mapped(stored: Stored, file: torch.Tensor) -> torch.Tensor:
@@ -322,20 +335,15 @@ def _relative_error(entry: Stored, expected: torch.Tensor) -> float:
 
 
 def _compute_dtype(
-    hf: HfConfig, tensors: Mapping[str, TensorInfo], notes: list[str], *, where: Path
+    hf: HfConfig, plain: Mapping[str, TensorInfo], notes: list[str], *, where: Path
 ) -> str:
     """The stored dtype of the embedding; what the config says only earns a remark."""
-    plain = {
-        name: info.dtype
-        for name, info in tensors.items()
-        if info.dtype != E4M3 and not name.endswith(SCALE)
-    }
-    for name, stored in plain.items():
-        if stored not in WEIGHT_DTYPES:
-            message = f"dtype {stored} is not supported (supported: {', '.join(WEIGHT_DTYPES)})"
+    for name, info in plain.items():
+        if info.dtype not in WEIGHT_DTYPES:
+            message = f"dtype {info.dtype} is not supported (supported: {', '.join(WEIGHT_DTYPES)})"
             raise CheckpointError(message, where=f"{where}#{name}")
-    counts = Counter(plain.values())
-    dtype = tensors[EMBEDDING].dtype
+    counts = Counter(info.dtype for info in plain.values())
+    dtype = plain[EMBEDDING].dtype
     if len(counts) > 1:
         listed = ", ".join(f"{counts[key]} of {key}" for key in sorted(counts))
         notes.append(f"stored dtypes are mixed ({listed}): each is kept, {dtype} is computed in")

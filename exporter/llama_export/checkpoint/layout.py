@@ -17,6 +17,13 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCALE, MIN = ".weight_scale", ".weight_min"
 """End the names of a weight's scales and minima; what stands before is the module's name."""
+ORDER = ".weight_order"
+"""Ends the name of the input feature of each stored column."""
+SIBLINGS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+"""Modules of a layer that have the same input."""
 FACTORS = (SCALE, MIN)
 """What makes values of codes, in the order in which it is stored."""
 E4M3 = "f8e4m3"
@@ -46,12 +53,14 @@ class Codes:
         group_size: values of a row that share a scale; None: the whole row.
         scale_dtype: `bf16`, `f16` or `f32`.
         has_min: whether there are minima.
+        has_order: whether `<module>.weight_order` is stored; see `order_of`.
     """
 
     dtype: str
     group_size: int | None = None
     scale_dtype: str = "bf16"
     has_min: bool = False
+    has_order: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -77,7 +86,9 @@ class Codes:
         """All that is stored of a module's matrix [out, in], by name."""
         factor = TensorInfo(self.scale_dtype, self.factor_shape(matrix))
         found = {f"{module}.weight": TensorInfo(self.dtype, self.shape(matrix))}
-        return found | {f"{module}{ending}": factor for ending in FACTORS[: 1 + self.has_min]}
+        found |= {f"{module}{ending}": factor for ending in FACTORS[: 1 + self.has_min]}
+        order = {f"{module}{ORDER}": TensorInfo("i32", matrix[1:])}
+        return found | order if self.has_order else found
 
 
 FP8 = Codes(E4M3)
@@ -125,11 +136,36 @@ def coded_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, Codes]:
 
 def _codes(module: str, tensors: Mapping[str, TensorInfo]) -> Codes:
     weight, scale = tensors[f"{module}.weight"], tensors[f"{module}{SCALE}"]
-    codes = Codes(weight.dtype, None, scale.dtype, f"{module}{MIN}" in tensors)
+    has_min, has_order = (f"{module}{ending}" in tensors for ending in (MIN, ORDER))
+    codes = Codes(weight.dtype, None, scale.dtype, has_min, has_order)
     num_groups = scale.shape[1] if len(scale.shape) == 2 else 1
     if num_groups == 1:
         return codes
     return replace(codes, group_size=weight.shape[1] * codes.per_byte // num_groups)
+
+
+def siblings(module: str) -> tuple[str, ...]:
+    """Modules with the same input, the module itself among them."""
+    for group in SIBLINGS:
+        for name in group:
+            if module.endswith(f".{name}"):
+                return tuple(module.removesuffix(name) + other for other in group)
+    return (module,)
+
+
+def order_of(module: str, names: Collection[str]) -> str | None:
+    """The name of the order of a module's codes: its own, or the one that its siblings share.
+
+    Column c of the codes belongs to input feature order[c] (activation order); None: to feature c.
+
+    Args:
+        module: one whose weight is codes.
+        names: of all tensors.
+    """
+    for sibling in (module, *siblings(module)):
+        if f"{sibling}{ORDER}" in names:
+            return f"{sibling}{ORDER}"
+    return None
 
 
 def _plain(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -183,18 +219,18 @@ def check_layout(
     tensors: Mapping[str, TensorInfo],
     *,
     where: object,
-    fp8: Collection[str] = (),
+    coded: Mapping[str, Codes] | None = None,
 ) -> None:
     """Holds a checkpoint's tensors against the configuration: none missing, unused or misshapen.
 
     Tensors that are ignored by name must have been taken out before, and so must a head that is
-    the same as the embedding. `fp8` names the linear layers that have scales.
+    the same as the embedding. `coded` are the linear layers whose weights are codes.
 
     Raises:
         CheckpointError: names the tensor, and for a shape both shapes.
     """
     _check_layers(config, tensors, where=where)
-    expected = expected_tensors(config, dict.fromkeys(fp8, FP8))
+    expected = expected_tensors(config, coded)
     _check_head(config, tensors, where=where)
     _refuse("missing", [name for name in expected if name not in tensors], where=where)
     _refuse("unused", [name for name in tensors if name not in expected], where=where)

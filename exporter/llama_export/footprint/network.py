@@ -38,6 +38,8 @@ from llama_export.checkpoint.layout import (
     matrix_shapes,
 )
 from llama_export.checkpoint.open import check_codes, open_checkpoint
+from llama_export.checkpoint.packed import packed_codes
+from llama_export.checkpoint.schemes import Fp8Scheme, PackedScheme
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.footprint.figures import Basis
 from llama_export.model.llama import INV_FREQ
@@ -133,8 +135,10 @@ def from_model(
         ChoiceError: it cannot be quantised so, or has no codes to keep.
     """
     network = _unquantised(model, dtype, keeps_codes=quantize == "stored")
-    is_fp8 = any(codes.is_fp8 for codes in coded_modules(network.tensors).values())
-    quantized = choose(quantize, group_size, is_fp8=is_fp8)
+    are_fp8 = [codes.is_fp8 for codes in coded_modules(network.tensors).values()]
+    quantized = choose(
+        quantize, group_size, is_fp8=any(are_fp8), is_packed=bool(are_fp8) and not any(are_fp8)
+    )
     if quantized is None:
         return network
     how = f"{network.weights_how}, {show_quantized(quantized)}"
@@ -199,10 +203,18 @@ def from_bundle(bundle: Bundle, program: ProgramRecord) -> Network:
 
 
 def _from_config(name: str, hf: HfConfig, dtype: str, where: str) -> Network:
-    scheme, linears = hf.fp8, linear_shapes(hf.config)
-    modules = frozenset(m for m in linears if scheme is not None and scheme.covers(m))
-    tensors = plain_tensors(hf.config, dtype, modules)
+    tensors = plain_tensors(hf.config, dtype)
+    if hf.scheme is not None:
+        for module, shape in linear_shapes(hf.config).items():
+            if hf.scheme.covers(module):
+                tensors |= _scheme_codes(hf.scheme, shape, dtype).tensors(module, shape)
     return Network(name, hf.config, dtype, tensors, "modelled", f"{where} and dtype {dtype}")
+
+
+def _scheme_codes(scheme: Fp8Scheme | PackedScheme, shape: tuple[int, ...], dtype: str) -> Codes:
+    if isinstance(scheme, PackedScheme):
+        return packed_codes(scheme, shape[1], "f16")
+    return replace(FP8, scale_dtype=dtype)
 
 
 def plain_tensors(

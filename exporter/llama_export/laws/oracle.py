@@ -12,7 +12,7 @@ from llama_artifacts.dtypes import from_torch
 from llama_artifacts.errors import IntegrityError
 from llama_artifacts.manifest import Manifest
 from llama_export.checkpoint.config import LlamaConfig, RopeConfig
-from llama_export.checkpoint.layout import Codes, coded_modules, expected_tensors
+from llama_export.checkpoint.layout import ORDER, Codes, coded_modules, expected_tensors
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.laws.calls import Sequences
 from llama_export.laws.spans import Plan, Span
@@ -92,6 +92,8 @@ def repeat_heads(model: Llama, num_groups: int) -> None:
         assert isinstance(attention, Attention)
         for linear in (attention.k_proj, attention.v_proj):
             for name, tensor in list(linear.named_parameters(recurse=False)):
+                if ORDER.endswith(name):  # of columns
+                    continue
                 heads = tensor.detach().unflatten(0, (-1, attention.head_dim))
                 repeated = heads.repeat_interleave(num_groups, 0).flatten(0, 1)
                 setattr(linear, name, torch.nn.Parameter(repeated, requires_grad=False))

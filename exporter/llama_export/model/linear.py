@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ class Linear(nn.Module):
     """A linear layer [..., in] -> [..., out], fused for few rows (see `Formulation`).
 
     `weight_scale` [out, groups] is there where the weight is codes, and multiplies each group of a row;
-    `weight_min`, which is added to a group's values, where codes have minima.
+    `weight_min`, which is added to a group's values, where codes have minima. `weight_order` [in] says
+    which feature of x each column of codes belongs to, also for siblings with codes that have none.
     """
 
     def __init__(self, num_in: int, num_out: int, form: Formulation, *, bias: bool = False) -> None:
@@ -48,6 +50,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
         self.weight_scale: nn.Parameter | None = None
         self.weight_min: nn.Parameter | None = None
+        self.weight_order: nn.Parameter | None = None
         self.codes: Codes | None = None
         self.form = form
 
@@ -65,6 +68,11 @@ class Linear(nn.Module):
     def has_fp8(self) -> bool:
         """Whether the weight is FP8 codes (see `llama_export.model.fp8`)."""
         return self.weight.dtype == torch.float8_e4m3fn
+
+    @property
+    def kind(self) -> Codes | None:
+        """What weights of one pass have in common; None: no codes."""
+        return None if self.codes is None else replace(self.codes, has_order=False)
 
     @property
     def has_kernel(self) -> bool:
@@ -127,12 +135,16 @@ class Embedding(Linear):
 
 def together(x: Tensor, *layers: Linear) -> list[Tensor]:
     """Linear layers of the same x [..., in]; for few rows as one pass over weights of one kind."""
+    orders = [layer.weight_order for layer in layers if layer.weight_order is not None]
+    if len(orders) > 1:
+        return [y for layer in layers for y in together(x, layer)]
+    ordered = x.index_select(-1, orders[0]) if orders else x
     is_small = statically_known_true(math.prod(x.shape[:-1]) <= layers[0].form.max_fused_rows)
     found: list[Tensor] = []
-    for _, alike in itertools.groupby(layers, key=lambda layer: layer.codes):
-        few = list(alike)
+    for codes, alike in itertools.groupby(layers, key=lambda layer: layer.kind):
+        few, given = list(alike), x if codes is None else ordered
         is_fused = is_small and few[0].has_kernel
-        found += _fused(x, few) if is_fused else [layer.apart(x) for layer in few]
+        found += _fused(given, few) if is_fused else [layer.apart(given) for layer in few]
     return found
 
 

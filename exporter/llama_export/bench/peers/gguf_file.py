@@ -17,8 +17,9 @@ import torch
 
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.dtypes import from_name
+from llama_artifacts.errors import CompatibilityError
 from llama_artifacts.manifest import Manifest
-from llama_export.checkpoint.layout import BLOCK, FACTORS, HEAD
+from llama_export.checkpoint.layout import BLOCK, FACTORS, HEAD, ORDER
 from llama_export.checkpoint.names import to_gguf
 from llama_export.laws.oracle import network_weights
 from llama_export.model.integers import decode
@@ -68,6 +69,9 @@ def write_gguf(
     places = find_weights(bundle, weights_dir=weights_dir)
     weights = network_weights(bundle_weights(bundle.manifest, places), bundle.manifest)
     compute: torch.dtype = getattr(torch, from_name(bundle.manifest.dtype).torch)
+    if any(name.endswith(ORDER) for name in weights):
+        message = "expected columns in the order of their features, got an activation order"
+        raise CompatibilityError(message, where=folder, hint="leave this peer out")
     writer = gguf.GGUFWriter(path, "llama")
     _add_sizes(writer, bundle.manifest)
     base, factors = rope(weights[INV_FREQ].double().numpy())
