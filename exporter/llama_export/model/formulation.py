@@ -21,6 +21,8 @@ class Formulation:
             in use; not for CUDA graphs, where attention covers the whole state under a mask.
         max_fused_rows: products of up to so many rows are one pass over the stored weights (see
             `llama_export.model.products`); 0: no compiler that fuses will see the graph.
+        has_contrib: ONNX Runtime will run the graph on the CPU, with operators of its own (see
+            `llama_export.model.contrib`).
         numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
         has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
         num_shards: processes that run the program together, each with its part of the network.
@@ -30,6 +32,7 @@ class Formulation:
     dtype: torch.dtype
     reads_positions: bool
     max_fused_rows: int = 0
+    has_contrib: bool = False
     numerics: Numerics = "exact"
     has_fp8_units: bool = False
     num_shards: int = 1

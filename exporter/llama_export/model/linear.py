@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from llama_export.checkpoint.layout import Codes
-from llama_export.model import fp8, integers
+from llama_export.model import contrib, fp8, integers
 from llama_export.model.collectives import summed
 from llama_export.model.formulation import Formulation
 from llama_export.model.products import products
@@ -76,6 +76,9 @@ class Linear(nn.Module):
 
     def _apart(self, x: Tensor, bias: Tensor | None) -> Tensor:
         scale, form = self.weight_scale, self.form
+        if scale is not None and form.has_contrib and contrib.takes(self.weight, scale):
+            y = contrib.linear(x, self.weight, scale)
+            return y if bias is None else y + bias.to(x.dtype)
         if scale is not None and self.has_integers:
             return integers.linear(x, self.weight, scale, bias)
         if scale is not None:
