@@ -150,7 +150,7 @@ def _divide(model: ir.Model) -> None:
     for node in list(model.graph.all_nodes()):
         if node.op_type != "Mul":
             continue
-        x, factor = node.inputs
+        factor = node.inputs[1]
         inverse = None if factor is None else factor.producer()
         if inverse is not None and inverse.op_type == "Reciprocal":
             node.op_type = "Div"

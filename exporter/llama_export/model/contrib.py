@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.onnx import ops
 
-from llama_export.checkpoint.layout import BLOCK
 from llama_export.model.attention import State
+from llama_export.model.integers import OFFSET, unpack
 
 HEAD_MULTIPLE = 16
 """Head widths that the operator of attention turns are multiples of this."""
@@ -34,15 +34,12 @@ def takes(codes: Tensor, scale_VG: Tensor) -> bool:
 
 
 def linear(x: Tensor, codes: Tensor, scale_VG: Tensor) -> Tensor:
-    """A linear layer [..., H] -> [..., V] over codes of four bits, [V, H / 2], that stay codes."""
+    """A linear layer [..., H] -> [..., V] over codes of four bits, [V, H / 2]."""
     num_out, num_bytes = codes.shape
     num_groups = scale_VG.shape[1]
-    # The operator reads neighbours from a byte, where value j of a block lies with value j + 16: so
-    # the other factor is put into the order of the bytes.
-    pairs = x.unflatten(-1, (-1, 2, BLOCK // 2)).transpose(-1, -2).flatten(-3)
     return ops.symbolic(
         "com.microsoft::MatMulNBits",
-        (pairs, codes.reshape(num_out, num_groups, -1), scale_VG.float().flatten()),
+        (x, _in_order(codes).reshape(num_out, num_groups, -1), scale_VG.float().flatten()),
         {
             "K": 2 * num_bytes,
             "N": num_out,
@@ -54,6 +51,16 @@ def linear(x: Tensor, codes: Tensor, scale_VG: Tensor) -> Tensor:
         shape=(*x.shape[:-1], num_out),
         version=1,
     )
+
+
+def _in_order(codes: Tensor) -> Tensor:
+    """The same codes with neighbours in a byte, as the operator reads them.
+
+    Stored, value j of a block lies with value j + 16. This is computed once, when the program is
+    loaded; to put the other factor in order would cost as much as the product of a long prompt.
+    """
+    even, odd = (unpack(codes) + OFFSET).unflatten(-1, (-1, 2)).unbind(-1)
+    return (even + 16 * odd).to(torch.uint8)
 
 
 @dataclass(frozen=True)
