@@ -30,6 +30,12 @@ OPSET = 20
 IR_VERSION = 9
 MIN_ONNXRUNTIME = "1.17"
 """The first release that takes this IR version and opset."""
+CONTRIB_ONNXRUNTIME = "1.20"
+"""The first whose own operators compute what programs ask of them (see `llama_export.model.contrib`)."""
+CONTRIB = "com.microsoft"
+"""The domain of those operators."""
+MAX_FOLDED = 32
+"""Elements of a constant that the file holds; larger ones are computed when it is loaded."""
 
 
 class OnnxBackend:
@@ -44,7 +50,9 @@ class OnnxBackend:
     def formulation(self, dtype: torch.dtype, place: Place, num_shards: int = 1) -> Formulation:
         assert num_shards == 1, "ONNX has no operators between processes"
         is_cpu = place.device == "cpu"
-        return Formulation(dtype, reads_positions=is_cpu, numerics=place.numerics)
+        return Formulation(
+            dtype, reads_positions=is_cpu, has_contrib=is_cpu, numerics=place.numerics
+        )
 
     def facts(self, job: Job, place: Place) -> dict[str, Any]:
         packages = ("onnx", "onnxscript", "onnx_ir")
@@ -65,12 +73,16 @@ class OnnxBackend:
             _name_interface(model, job.signature)
             _drop_values(model, job)
             _simplify(model)
+            if place.device == "cpu":
+                _divide(model)
         _point_at_weights(model, job, place)
         _clean(model)
         file = f"{job.stem}.onnx" if place.device == "cpu" else f"{job.stem}.cuda.onnx"
         ir.save(model, place.folder / file)
         target = Target("cpu" if place.device == "cpu" else "cuda")
-        return Lowered(file, target, {"onnxruntime": MIN_ONNXRUNTIME}, tuple(job.weights))
+        has_contrib = CONTRIB in model.graph.opset_imports
+        needed = CONTRIB_ONNXRUNTIME if has_contrib else MIN_ONNXRUNTIME
+        return Lowered(file, target, {"onnxruntime": needed}, tuple(job.weights))
 
 
 @contextlib.contextmanager
@@ -98,7 +110,7 @@ def _simplify(model: ir.Model) -> None:
     """
     common.InlinePass()(model)
     _drop_transposes(model)
-    fold_constants_ir(model)
+    fold_constants_ir(model, output_size_limit=MAX_FOLDED)
     for step in (
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),
@@ -131,6 +143,19 @@ def _drop_transposes(model: ir.Model) -> None:
         ir.convenience.replace_all_uses_with(after, before, replace_graph_outputs=True)
         assert node.graph is not None
         node.graph.remove(node, safe=True)
+
+
+def _divide(model: ir.Model) -> None:
+    """Makes a product with a reciprocal a division: ONNX Runtime knows norms by it, and fuses them."""
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Mul":
+            continue
+        factor = node.inputs[1]
+        inverse = None if factor is None else factor.producer()
+        if inverse is not None and inverse.op_type == "Reciprocal":
+            node.op_type = "Div"
+            node.replace_input_with(1, inverse.inputs[0])
+    common.RemoveUnusedNodesPass()(model)
 
 
 def _name_interface(model: ir.Model, signature: Signature) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llama_export.model.attention import CachedRows, OwnKeys, Paged, State
 from llama_export.model.cached import WIDTH_MULTIPLE
+from llama_export.model.contrib import HEAD_MULTIPLE, Grouped
 from llama_export.model.formulation import Formulation
 
 
@@ -41,15 +42,20 @@ def prompts(tokens: Tensor, slots: Tensor, lengths: Tensor, capacity: int) -> Ow
 
 def following(
     form: Formulation, tokens: Tensor, pos: Tensor, states: Sequence[State]
-) -> CachedRows:
+) -> CachedRows | Grouped:
     """Of tokens [B, S], in every row at the positions from pos (a scalar) on."""
     num_new = tokens.shape[1]
+    # ONNX Runtime 1.31 refuses several tokens of several rows that have a past.
+    if states[0][0].shape[0] == 1 and _has_operator(form, states):
+        return _grouped(pos, num_new, states)
     positions = (pos + _arange(num_new, tokens))[None]
     return _cached(form, positions, pos, num_new, states)
 
 
-def step(form: Formulation, pos: Tensor, states: Sequence[State]) -> CachedRows:
+def step(form: Formulation, pos: Tensor, states: Sequence[State]) -> CachedRows | Grouped:
     """Of one token a row, all at the position pos (a scalar)."""
+    if _has_operator(form, states):
+        return _grouped(pos, 1, states)
     return _cached(form, pos.reshape(1, 1), pos, 1, states)
 
 
@@ -112,6 +118,16 @@ def _cached(
     visible = _arange(num_keys, positions) <= positions[:, :, None]
     is_fused = form.is_fused and num_new == 1
     return CachedRows(num_rows, positions, num_keys, visible, is_fused)
+
+
+def _grouped(pos: Tensor, num_new: Any, states: Sequence[State]) -> Grouped:
+    num_rows, capacity = states[0][0].shape[0], capacity_of(states)
+    num_seen = pos + num_new
+    return Grouped(_arange(capacity, pos), (num_seen - 1).expand(num_rows), num_seen)
+
+
+def _has_operator(form: Formulation, states: Sequence[State]) -> bool:
+    return form.has_contrib and states[0][0].shape[3] % HEAD_MULTIPLE == 0
 
 
 def _has_kernel(form: Formulation, states: Sequence[State], *, is_step: bool) -> bool:

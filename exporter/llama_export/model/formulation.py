@@ -25,6 +25,8 @@ class Formulation:
         device: whose kernels the graph's operators get, where it has any: those for `cpu` take
             attention over kept keys for any number of new tokens, if the heads fit a vector; those
             for `cuda` for one new token a row, and products with FP8 weights.
+        has_contrib: ONNX Runtime will run the graph on the CPU, with operators of its own (see
+            `llama_export.model.contrib`).
         numerics: how products with FP8 weights are computed, see `llama_export.model.fp8`.
         has_fp8_units: the device multiplies FP8 by FP8, which `fast` products then use.
         num_shards: processes that run the program together, each with its part of the network.
@@ -35,6 +37,7 @@ class Formulation:
     reads_positions: bool
     max_fused_rows: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
+    has_contrib: bool = False
     numerics: Numerics = "exact"
     has_fp8_units: bool = False
     num_shards: int = 1

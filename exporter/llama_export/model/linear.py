@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from llama_export.checkpoint.layout import Codes
-from llama_export.model import fp8, integers
+from llama_export.model import contrib, fp8, integers
 from llama_export.model.collectives import summed
 from llama_export.model.formulation import Formulation
 from llama_export.model.products import fp8_products, products
@@ -92,8 +92,19 @@ class Linear(nn.Module):
         """The layer by itself, in the form that many rows or FP8 weights have."""
         return self._apart(x, self.bias)
 
+    def _has_contrib(self, x: Tensor) -> bool:
+        """Whether ONNX Runtime multiplies x by codes as they are stored."""
+        scale = self.weight_scale
+        if scale is None or self.weight_min is not None or not self.form.has_contrib:
+            return False
+        is_small = statically_known_true(math.prod(x.shape[:-1]) <= contrib.MAX_ROWS)
+        return is_small and contrib.takes(self.weight, scale)
+
     def _apart(self, x: Tensor, bias: Tensor | None) -> Tensor:
         scale, form = self.weight_scale, self.form
+        if scale is not None and self._has_contrib(x):
+            y = contrib.linear(x, self.weight, scale)
+            return y if bias is None else y + bias.to(x.dtype)
         if scale is not None and not self.has_fp8:
             return integers.linear(x, self.weight, scale, self.weight_min, bias)
         if scale is not None:

@@ -23,6 +23,7 @@ from llama_export.checkpoint.layout import Codes
 from llama_export.model import collectives, contexts, generation, rope
 from llama_export.model.attention import Context, Mixed, State
 from llama_export.model.contexts import capacity_of
+from llama_export.model.contrib import Grouped
 from llama_export.model.formulation import Formulation
 from llama_export.model.generation import drawn, likeliest
 from llama_export.model.linear import Embedding, Linear, RMSNorm, Summed, together
@@ -54,8 +55,14 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden, kv_width, form, bias=bias)
         self.o_proj = _closing(form)(q_width, hidden, form, bias=bias)
 
-    def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
-        q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
+    def forward(
+        self, x: Tensor, turn: Turn, context: Context | Grouped, state: State | None
+    ) -> Tensor:
+        new = together(x, self.q_proj, self.k_proj, self.v_proj)
+        if isinstance(context, Grouped):
+            assert state is not None
+            return self.o_proj(context.mix(*new, turn, state))
+        q, k, v = map(self._heads, new)
         q, k = self.form.kept(rope.rotate(q, *turn)), rope.rotate(k, *turn)
         mixed = context.mix(q, k, v, state).to(x.dtype)
         return self.o_proj(self.form.kept(mixed.flatten(-2)))
@@ -91,7 +98,9 @@ class Layer(nn.Module):
         self.mlp = MLP(config, form)
         self.form = form
 
-    def forward(self, x: Tensor, turn: Turn, context: Context, state: State | None) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Turn, context: Context | Grouped, state: State | None
+    ) -> Tensor:
         kept = self.form.kept
         x = kept(x + self.self_attn(kept(self.input_layernorm(x)), turn, context, state))
         return kept(x + self.mlp(kept(self.post_attention_layernorm(x))))
@@ -301,7 +310,7 @@ class Llama(nn.Module):
         return -(weights * self.log_probs_packed(tokens, positions, segments, targets)).sum()
 
     def _hidden(
-        self, tokens: Tensor, context: Context, states: Sequence[State] | None = None
+        self, tokens: Tensor, context: Context | Grouped, states: Sequence[State] | None = None
     ) -> Tensor:
         x = self.model.embed_tokens.rows(tokens)
         cos, sin = rope.rotations(context.positions, self.model.rotary_emb.inv_freq, x.dtype)
