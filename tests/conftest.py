@@ -28,13 +28,14 @@ TINY_STEPS = 12
 DEAR = (
     "runtime/test_packed.py",
     "runtime/test_entry.py",
-    "cpp/test_run.py",
     "end_to_end/test_smollm2.py",
     "runtime/test_dims.py",
+    "cpp/test_run.py",
 )
 """Files that build what others wait for, begun first: two workers take turns down the list.
 
-The first builds the packed bundle while the second builds the other one, and neither waits.
+The first builds the packed bundle, while the second builds the other one and those of the real model;
+whatever needs the packed one comes after these, so that no worker waits for another.
 """
 NATIVE = {"tiny_bundle", "tiny_packed_bundle"}
 """Fixtures that compile native code, for minutes: what asks for one is `slow`."""
@@ -42,12 +43,11 @@ NATIVE = {"tiny_bundle", "tiny_packed_bundle"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what is dear; deselects `gpu` tests without a device, and `long` ones unasked for."""
-    places = {str(Path(__file__).parent / name): i for i, name in enumerate(DEAR)}
-    items.sort(key=lambda item: places.get(str(item.path), len(DEAR)))
+    """Puts files in order; deselects `gpu` tests without a device, and `long` ones unasked for."""
     for item in items:
         if NATIVE & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+    in_order(items)
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     if "long" not in config.option.markexpr:
         left_out.append("long")
@@ -57,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (others if is_out else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
+
+
+def in_order(items: list[pytest.Item]) -> None:
+    """What is dear first, then files with slow tests, then the others, with which both workers end."""
+    places = {Path(__file__).parent / name: i for i, name in enumerate(DEAR)}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (places.get(item.path, len(DEAR)), item.path not in slow))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -58,13 +58,13 @@ STATEFUL = ("prefill", "decode")
 BUNDLES = {
     "bf16": Bundle("bf16", STATEFUL, ("aoti",)),
     "f32": Bundle("f32", STATEFUL, ("onnx",)),
-    "bf16-forward": Bundle("bf16", ("forward",), ("pt2",)),
 }
 LONG_BUNDLES = {
     "f32-pt2": Bundle("f32", STATEFUL, ("pt2",)),
     "f32-aoti": Bundle("f32", STATEFUL, ("aoti",)),
     "f32-forward": Bundle("f32", ("forward",), ("pt2", "onnx")),
     "bf16-pt2": Bundle("bf16", STATEFUL, ("pt2",)),
+    "bf16-forward": Bundle("bf16", ("forward",), ("pt2",)),
 }
 """What `make test-long` has too: each dtype in the formats that are left."""
 SERVING = (
@@ -174,11 +174,6 @@ def smollm2_f32(smollm2_bundles: dict[str, Path]) -> Path:
 def smollm2_bf16(smollm2_bundles: dict[str, Path]) -> Path:
     """bfloat16: prefill and decode in aoti."""
     return smollm2_bundles["bf16"]
-
-
-@pytest.fixture(scope="session")
-def smollm2_bf16_forward(smollm2_bundles: dict[str, Path]) -> Path:
-    return smollm2_bundles["bf16-forward"]
 
 
 @pytest.fixture(scope="session")
