@@ -176,39 +176,42 @@ def smollm2_bf16(smollm2_bundles: dict[str, Path]) -> Path:
     return smollm2_bundles["bf16"]
 
 
-@pytest.fixture(scope="session")
+# In memory: of one module alone, since the models take gigabytes.
+
+
+@pytest.fixture(scope="module")
 def tokenizer(smollm2_f32: Path) -> llama_runtime.Tokenizer:
     return llama_runtime.load(smollm2_f32).tokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle_f32(smollm2_gguf: Path) -> Oracle:
     return load_oracle(smollm2_gguf, torch.float32)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle_bf16(smollm2_gguf: Path) -> Oracle:
     return load_oracle(smollm2_gguf, torch.bfloat16)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def text_tokens(tokenizer: llama_runtime.Tokenizer) -> list[int]:
     tokens = tokenizer.encode(TEXT)[:NUM_TOKENS]
     assert len(tokens) == NUM_TOKENS
     return tokens
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def logits_f32(oracle_f32: Oracle, text_tokens: list[int]) -> torch.Tensor:
     return oracle_f32.logits(text_tokens)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def logits_bf16(oracle_bf16: Oracle, text_tokens: list[int]) -> torch.Tensor:
     return oracle_bf16.logits(text_tokens)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def greedy_tokens(
     oracle_f32: Oracle, tokenizer: llama_runtime.Tokenizer
 ) -> tuple[list[int], list[int]]:
