@@ -142,6 +142,7 @@ def test_a_program_moves_whole_to_another_device(entry: str) -> None:
         assert {str(device) for device in devices} <= {"meta"}, node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["prefill", "decode", "decode_rows", "generate<8>"])
 def test_a_program_for_cuda_graphs_reads_no_number_back(entry: str) -> None:
     for form, num_read in ((CPU, 1), (CUDA, 0)):
@@ -149,6 +150,7 @@ def test_a_program_for_cuda_graphs_reads_no_number_back(entry: str) -> None:
         assert sum(name.startswith("u") for name in names) == num_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
 def test_sizes_that_equal_an_example_size_do_not_confuse(batch: int) -> None:
     trace(job("prefill", batch=batch, max_seq=8))
