@@ -48,7 +48,7 @@ DEAR_FIXTURES = {"tiny_bundle", "tiny_packed_bundle", "sharded_bundle"}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts files in order; deselects `gpu` tests without a device, and `long` ones unasked for."""
     for item in items:
-        if DEAR_FIXTURES & set(getattr(item, "fixturenames", ())):
+        if DEAR_FIXTURES & fixtures(item):
             item.add_marker(pytest.mark.slow)
     in_order(items)
     left_out = [] if torch.cuda.is_available() else ["gpu"]
@@ -60,6 +60,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (others if is_out else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
+
+
+def fixtures(item: pytest.Item) -> set[str]:
+    """Those that a test asks for, also by a parameter, which may be the name of one."""
+    given = getattr(getattr(item, "callspec", None), "params", {}).values()
+    return {
+        *getattr(item, "fixturenames", ()),
+        *(value for value in given if isinstance(value, str)),
+    }
 
 
 def in_order(items: list[pytest.Item]) -> None:
