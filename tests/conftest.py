@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,29 +28,29 @@ TINY_BATCH = 2
 TINY_STEPS = 12
 
 
-DEAR = (
+DEAR_FILES = (
     "runtime/test_packed.py",
     "runtime/test_entry.py",
-    "cpp/test_run.py",
     "end_to_end/test_smollm2.py",
     "runtime/test_dims.py",
+    "cpp/test_run.py",
 )
 """Files that build what others wait for, begun first: two workers take turns down the list.
 
-The first builds the packed bundle while the second builds the other one, and neither waits.
+The first builds the packed bundle, while the second builds the other one and those of the real model;
+whatever needs the packed one comes after these, so that no worker waits for another.
 """
-NATIVE = {"tiny_bundle", "tiny_packed_bundle"}
-"""Fixtures that compile native code, for minutes: what asks for one is `slow`."""
+DEAR_FIXTURES = {"tiny_bundle", "tiny_packed_bundle", "sharded_bundle"}
+"""Built for minutes: what asks for one is `slow`."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what is dear; deselects `gpu` tests without a device, and `long` ones unasked for."""
-    places = {str(Path(__file__).parent / name): i for i, name in enumerate(DEAR)}
-    items.sort(key=lambda item: places.get(str(item.path), len(DEAR)))
+    """Puts files in order; deselects `gpu` tests without a device, and `long` ones unasked for."""
     for item in items:
-        if NATIVE & set(getattr(item, "fixturenames", ())):
+        if DEAR_FIXTURES & fixtures(item):
             item.add_marker(pytest.mark.slow)
+    in_order(items)
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     if "long" not in config.option.markexpr:
         left_out.append("long")
@@ -57,6 +60,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (others if is_out else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
+
+
+def fixtures(item: pytest.Item) -> set[str]:
+    """Those that a test asks for, also by a parameter, which may be the name of one."""
+    given = getattr(getattr(item, "callspec", None), "params", {}).values()
+    return {
+        *getattr(item, "fixturenames", ()),
+        *(value for value in given if isinstance(value, str)),
+    }
+
+
+def in_order(items: list[pytest.Item]) -> None:
+    """What is dear first, then files with slow tests, then the others, with which both workers end."""
+    places = {Path(__file__).parent / name: i for i, name in enumerate(DEAR_FILES)}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (places.get(item.path, len(DEAR_FILES)), item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end: the collections of garbage below pass it over."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """Traced programs are cycles, with megabytes that Python's own collections do not know of."""
+    yield
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

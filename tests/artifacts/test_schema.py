@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -7,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 
@@ -19,7 +19,15 @@ from tests.bundles import sample_manifest
 
 FOLDER = Path(__file__).parents[2] / "artifacts" / "schema"
 SCHEMA: dict[str, Any] = json.loads((FOLDER / "manifest-v1.schema.json").read_bytes())
-VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+@functools.cache
+def validator() -> Any:
+    """Of the schema; jsonschema takes seconds to import, which workers that run other files spare."""
+    from jsonschema import Draft202012Validator
+
+    Draft202012Validator.check_schema(SCHEMA)
+    return Draft202012Validator(SCHEMA)
 
 
 def test_the_file_is_what_the_dataclasses_say() -> None:
@@ -41,7 +49,6 @@ def test_a_schema_that_differs_is_told(tmp_path: Path) -> None:
 
 
 def test_it_is_a_schema_that_lets_nothing_unknown_through() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
     objects = [SCHEMA, *SCHEMA["$defs"].values()]
     assert all(node["additionalProperties"] is False for node in objects)
     assert all(node["description"].endswith(".") or ";" in node["description"] for node in objects)
@@ -50,17 +57,17 @@ def test_it_is_a_schema_that_lets_nothing_unknown_through() -> None:
 @given(samples)
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_every_manifest_that_can_be_written_is_valid(manifest: Manifest) -> None:
-    VALIDATOR.validate(json.loads(to_json(manifest)))
+    validator().validate(json.loads(to_json(manifest)))
 
 
 def test_the_manifest_of_the_golden_bundle_is_valid() -> None:
     folder = Path(__file__).parents[1] / "golden" / "v1" / "bundle"
-    VALIDATOR.validate(json.loads((folder / "manifest.json").read_bytes()))
+    validator().validate(json.loads((folder / "manifest.json").read_bytes()))
 
 
 @pytest.mark.slow
 def test_the_manifest_of_a_new_bundle_is_valid(short_bundle: Path) -> None:
-    VALIDATOR.validate(json.loads((short_bundle / "manifest.json").read_bytes()))
+    validator().validate(json.loads((short_bundle / "manifest.json").read_bytes()))
 
 
 def put(*keys: str | int) -> Callable[[dict[str, Any], object], None]:
@@ -100,9 +107,9 @@ def put(*keys: str | int) -> Callable[[dict[str, Any], object], None]:
 )  # fmt: skip
 def test_schema_and_reader_refuse_the_same(change: Any, new: object) -> None:
     value = sample_value()
-    VALIDATOR.validate(value)
+    validator().validate(value)
     change(value, new)
-    assert not VALIDATOR.is_valid(value)
+    assert not validator().is_valid(value)
     with pytest.raises(LlamaExportError):
         from_json(json.dumps(value).encode(), where="f")
 
@@ -117,4 +124,4 @@ def test_a_missing_key_is_refused_by_both_unless_it_has_a_default() -> None:
             is_read = False
         else:
             is_read = True
-        assert VALIDATOR.is_valid(value) == is_read, key
+        assert validator().is_valid(value) == is_read, key

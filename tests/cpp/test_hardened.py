@@ -16,7 +16,8 @@ from tests.cpp.test_format import complaints, wrong_lines
 
 pytestmark = pytest.mark.slow
 
-SECONDS = int(os.environ.get("LLAMA_RUNTIME_FUZZ_SECONDS", "60"))
+LONG = int(os.environ.get("LLAMA_RUNTIME_FUZZ_SECONDS", "60"))
+SECONDS = [8, pytest.param(LONG, marks=pytest.mark.long)]
 TARGETS = {"fuzz_manifest": "manifest.json", "fuzz_safetensors": "weights.safetensors"}
 ONCE_BROKE = {"fuzz_manifest": ("\U00029314".encode(),), "fuzz_safetensors": ()}
 """Inputs with which a reader failed, given to it again each time."""
@@ -38,9 +39,10 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build(folder, SANITIZERS[0], "-DLLAMA_RUNTIME_FUZZ=ON") / "fuzz"
 
 
-def test_no_bytes_break_a_reader(readers: Path, tmp_path: Path) -> None:
-    """Both targets at once, for `SECONDS`."""
-    options = (f"-max_total_time={SECONDS}", "-rss_limit_mb=2048", "-timeout=10")
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_no_bytes_break_a_reader(readers: Path, tmp_path: Path, seconds: int) -> None:
+    """Both targets at once."""
+    options = (f"-max_total_time={seconds}", "-rss_limit_mb=2048", "-timeout=10")
     # The limit is held against `ru_maxrss`, which a program takes over from the process that started
     # it: here from a shell, not from a process of tests with gigabytes of its own.
     through_shell = ("sh", "-c", '"$@"; exit $?', "sh")

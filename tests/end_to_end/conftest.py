@@ -58,13 +58,13 @@ STATEFUL = ("prefill", "decode")
 BUNDLES = {
     "bf16": Bundle("bf16", STATEFUL, ("aoti",)),
     "f32": Bundle("f32", STATEFUL, ("onnx",)),
-    "bf16-forward": Bundle("bf16", ("forward",), ("pt2",)),
 }
 LONG_BUNDLES = {
     "f32-pt2": Bundle("f32", STATEFUL, ("pt2",)),
     "f32-aoti": Bundle("f32", STATEFUL, ("aoti",)),
     "f32-forward": Bundle("f32", ("forward",), ("pt2", "onnx")),
     "bf16-pt2": Bundle("bf16", STATEFUL, ("pt2",)),
+    "bf16-forward": Bundle("bf16", ("forward",), ("pt2",)),
 }
 """What `make test-long` has too: each dtype in the formats that are left."""
 SERVING = (
@@ -176,44 +176,42 @@ def smollm2_bf16(smollm2_bundles: dict[str, Path]) -> Path:
     return smollm2_bundles["bf16"]
 
 
-@pytest.fixture(scope="session")
-def smollm2_bf16_forward(smollm2_bundles: dict[str, Path]) -> Path:
-    return smollm2_bundles["bf16-forward"]
+# In memory: of one module alone, since the models take gigabytes.
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tokenizer(smollm2_f32: Path) -> llama_runtime.Tokenizer:
     return llama_runtime.load(smollm2_f32).tokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle_f32(smollm2_gguf: Path) -> Oracle:
     return load_oracle(smollm2_gguf, torch.float32)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle_bf16(smollm2_gguf: Path) -> Oracle:
     return load_oracle(smollm2_gguf, torch.bfloat16)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def text_tokens(tokenizer: llama_runtime.Tokenizer) -> list[int]:
     tokens = tokenizer.encode(TEXT)[:NUM_TOKENS]
     assert len(tokens) == NUM_TOKENS
     return tokens
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def logits_f32(oracle_f32: Oracle, text_tokens: list[int]) -> torch.Tensor:
     return oracle_f32.logits(text_tokens)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def logits_bf16(oracle_bf16: Oracle, text_tokens: list[int]) -> torch.Tensor:
     return oracle_bf16.logits(text_tokens)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def greedy_tokens(
     oracle_f32: Oracle, tokenizer: llama_runtime.Tokenizer
 ) -> tuple[list[int], list[int]]:

@@ -49,7 +49,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run(
     model: Path, output: Path, cache: ProgramCache, *entries: str, **choices: Any
 ) -> BuildResult:
-    given: dict[str, Any] = {"formats": ("pt2",), "max_seq": 32, "weights": "none", **choices}
+    given: dict[str, Any] = {"formats": ("pt2",), "max_seq": 32, "weights": "none"}
+    given |= {"num_layers": 1, **choices}
     return build(Recipe(str(model), output, entries or ("decode",), **given), cache=cache)
 
 

@@ -40,7 +40,7 @@ CASES = [
     ("exact", "onnx", "forward"),
     ("exact", "onnx", "prefill"),
     ("exact", "onnx", "decode"),
-    ("exact", "aoti", "prefill"),
+    pytest.param("exact", "aoti", "prefill", marks=pytest.mark.long),
     ("exact", "aoti", "decode"),
     ("fast", "aoti", "decode"),
 ]
@@ -90,8 +90,13 @@ def portable(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def native(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(checkpoint, tmp_path_factory, ("prefill", "decode"), ("aoti",))
+def native_decode(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(checkpoint, tmp_path_factory, ("decode",), ("aoti",))
+
+
+@pytest.fixture(scope="module")
+def native_prefill(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(checkpoint, tmp_path_factory, ("prefill",), ("aoti",))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +137,7 @@ def test_logits_are_those_of_the_decoded_weights(
     format: Any,
     entry: str,
 ) -> None:
-    name = "portable" if format != "aoti" else "native" if numerics == "exact" else "fast"
+    name = "portable" if format != "aoti" else "fast" if numerics == "fast" else f"native_{entry}"
     folder = request.getfixturevalue(name)
     called = llama_runtime.load(folder, format=format).entry(entry)
     if entry == "forward":

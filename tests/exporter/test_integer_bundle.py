@@ -27,6 +27,8 @@ from tests.tiny import write_tiny
 from tests.tiny_fp8 import write_tiny_fp8
 from tests.tiny_gguf import write_tiny_gguf
 
+pytestmark = pytest.mark.slow  # it builds bundles of its own
+
 NUM_TOKENS, MAX_SEQ, BATCH = 40, 64, 2
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -110,7 +112,6 @@ def steps(folder: Path, format: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack(found, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize("kind", ["four_bits", "eight_bits"])
 def test_steps_are_those_of_the_decoded_weights(
@@ -138,7 +139,6 @@ def test_prompts_and_pages_are_those_of_the_decoded_weights(four_bits: Path, for
         torch.testing.assert_close(actual, wanted[:, pos], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_native_steps_are_those_of_the_decoded_weights(native: Path) -> None:
     tokens = draw_tokens()
     wanted, actual = expected(native, tokens), steps(native, "aoti", tokens)

@@ -213,6 +213,7 @@ def test_an_input_whose_content_nothing_reads_stays_in_the_interface(
     assert [value.name for value in model.graph.input] == ["tokens", "positions", "segments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["prefill_packed", "prefill_slots"])
 def test_no_transpose_moves_no_axis(tmp_path: Path, entry: str) -> None:
     """A product of such a transpose fails in ONNX Runtime up to 1.26 at least."""

@@ -15,12 +15,15 @@ import torch
 import llama_runtime
 from llama_artifacts.errors import CompatibilityError, InputError, LlamaExportError, TokenizerError
 from llama_export.build import build
+from llama_export.cache import ProgramCache
 from llama_export.perplexity import Perplexity, perplexities
 from llama_export.recipe import Recipe
 from llama_runtime import Entry
 from llama_runtime.tokenizer import Tokenizer
 from tests.runtime.loading import reference, rewrite, sealed
 from tests.tiny import write_tiny, write_tokenizer
+
+pytestmark = pytest.mark.slow  # it builds bundles of its own
 
 WORDS = "the sky is blue because short waves of light are scattered more than long ones are"
 
@@ -45,7 +48,7 @@ def built(checkpoint: Path, output: Path, **choices: Any) -> Path:
     recipe = Recipe(
         str(checkpoint), output, ("log_probs_packed",), ("pt2",), **{"max_seq": 256, **choices}
     )
-    return build(recipe).folder
+    return build(recipe, cache=ProgramCache()).folder
 
 
 def expected_nll(checkpoint: Path, ids: list[int], window: int, stride: int) -> tuple[float, int]:
@@ -113,7 +116,6 @@ def test_the_default_window_is_what_every_bundle_takes(
     assert second.change == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_bundles_side_by_side(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     other = built(write_tiny(tmp_path / "c", seed=5), tmp_path / "b")
     narrow = built(tiny_checkpoint, tmp_path / "n", dtype="bf16")

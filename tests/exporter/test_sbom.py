@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.digests import sha256
@@ -27,10 +26,19 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(EPOCH_VARIABLE, raising=False)
 
 
+@functools.cache
+def validator() -> Any:
+    """Of the format; it takes a second to import, which workers that run other files spare."""
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    return JsonStrictValidator(SchemaVersion.V1_6)
+
+
 def made(folder: Path, **changes: Any) -> dict[str, Any]:
     """The parsed document of a sample bundle with a changed manifest; it must be valid."""
     text = to_json(open_bundle(write_sample(folder, **changes)))
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    assert validator().validate_str(text) is None
     value: dict[str, Any] = json.loads(text)
     return value
 

@@ -33,6 +33,8 @@ from llama_export.trace import Job, trace
 from tests.tiny import tiny_config
 
 ENTRIES = tuple(spec.name for spec in registry.entries())
+USUAL = ("forward", "prefill", "step_paged", "loss_packed")
+"""One entry of each kind, where each of the others would be traced for as long again."""
 CPU = Formulation(torch.float32, reads_positions=True)
 CUDA = Formulation(torch.float32, reads_positions=False)
 COMPILED = Formulation(torch.float32, reads_positions=True, max_fused_rows=3)
@@ -67,7 +69,14 @@ def traced(entry: str, form: Formulation) -> tuple[Job, ExportedProgram]:
 
 @pytest.mark.parametrize(
     ("entry", "form"),
-    [*((entry, CPU) for entry in ENTRIES), ("prefill", CUDA), ("prefill", COMPILED)],
+    [
+        *(
+            (e, CPU) if e in USUAL else pytest.param(e, CPU, marks=pytest.mark.slow)
+            for e in ENTRIES
+        ),
+        ("prefill", CUDA),
+        ("prefill", COMPILED),
+    ],
 )
 def test_every_promised_dimension_is_a_symbol_over_its_whole_range(
     entry: str, form: Formulation
@@ -85,7 +94,10 @@ def test_every_promised_dimension_is_a_symbol_over_its_whole_range(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "fixed"),
-    [(spec.name, dim.name) for spec in registry.entries() for dim in spec.dims],
+    [
+        (name, dim) if name in USUAL else pytest.param(name, dim, marks=pytest.mark.long)
+        for name, dim in ((spec.name, dim.name) for spec in registry.entries() for dim in spec.dims)
+    ],
 )
 def test_a_variant_fixes_a_dimension_and_leaves_the_others_dynamic(entry: str, fixed: str) -> None:
     made = job(entry, variant={fixed: 1})
@@ -130,6 +142,7 @@ def test_a_program_moves_whole_to_another_device(entry: str) -> None:
         assert {str(device) for device in devices} <= {"meta"}, node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["prefill", "decode", "decode_rows", "generate<8>"])
 def test_a_program_for_cuda_graphs_reads_no_number_back(entry: str) -> None:
     for form, num_read in ((CPU, 1), (CUDA, 0)):
@@ -137,6 +150,7 @@ def test_a_program_for_cuda_graphs_reads_no_number_back(entry: str) -> None:
         assert sum(name.startswith("u") for name in names) == num_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
 def test_sizes_that_equal_an_example_size_do_not_confuse(batch: int) -> None:
     trace(job("prefill", batch=batch, max_seq=8))
@@ -144,7 +158,13 @@ def test_sizes_that_equal_an_example_size_do_not_confuse(batch: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 3, 4, 5])
-@pytest.mark.parametrize("entry", ["decode_paged", "prefill_paged", "step_paged"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "decode_paged",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("prefill_paged", "step_paged")),
+    ],
+)
 def test_few_rows_are_dynamic_too(entry: str, rows: int) -> None:
     """The only example size of two rows is their most, and torch then gives each input a symbol."""
     trace(job(entry, max_rows=rows))

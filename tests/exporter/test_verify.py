@@ -19,10 +19,13 @@ from llama_artifacts.digests import describe
 from llama_artifacts.errors import IntegrityError, ManifestError, VerificationError
 from llama_artifacts.manifest import Manifest
 from llama_export.build import build
+from llama_export.cache import ProgramCache
 from llama_export.laws import memory
 from llama_export.recipe import Recipe
 from llama_export.report import Reporter
 from llama_export.verify import CheckResult, check_programs, verify
+
+pytestmark = pytest.mark.slow  # it builds a bundle of its own
 
 
 class Notes(Reporter):
@@ -38,7 +41,7 @@ def small(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """`forward` and `decode` as pt2 and onnx, made once."""
     output = tmp_path_factory.mktemp("small") / "bundle"
     recipe = Recipe(str(tiny_checkpoint), output, ("forward", "decode"), ("pt2", "onnx"), 64)
-    return build(recipe).folder
+    return build(recipe, cache=ProgramCache()).folder
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def only_two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 # --- which programs -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_process_alone_is_told_how_to_start_two(only_two: Path, checkpoint: Path) -> None:
     with pytest.raises(CompatibilityError) as caught:
         llama_runtime.load(only_two, weights_dir=checkpoint)
@@ -65,6 +66,7 @@ def test_one_process_alone_is_told_how_to_start_two(only_two: Path, checkpoint: 
     assert "torchrun --standalone --nproc-per-node 2 -m llama_runtime" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_is_refused(only_two: Path, checkpoint: Path) -> None:
     with pytest.raises(CompatibilityError, match=r"expected 2 processes.*, got 3"):
         llama_runtime.load(only_two, weights_dir=checkpoint, group=Group(0, 3))
@@ -93,6 +95,7 @@ def parts_of(folder: Path, weights_dir: Path, rank: int) -> tuple[Any, Any, Any]
     return bundle.manifest.cuts, bundle_weights(bundle.manifest, places), own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_binds_its_part_of_each_tensor(
     only_two: Path, checkpoint: Path, rank: int
@@ -107,11 +110,13 @@ def test_a_process_binds_its_part_of_each_tensor(
         assert tensor.is_contiguous()
 
 
+@pytest.mark.slow
 def test_parts_begin_where_compiled_code_expects_it(only_two: Path, checkpoint: Path) -> None:
     cuts, _, own = parts_of(only_two, checkpoint, 1)
     assert all(own[name].data_ptr() % 64 == 0 for name in cuts)
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_is_refused(only_two: Path, checkpoint: Path) -> None:
     bundle = open_bundle(only_two)
     places = find_weights(bundle, weights_dir=checkpoint)

@@ -13,11 +13,14 @@ import transformers
 import llama_runtime
 from llama_artifacts.errors import CompatibilityError, InputError
 from llama_export.build import build
+from llama_export.cache import ProgramCache
 from llama_export.recipe import Recipe
 from llama_runtime import LoadedBundle, TrainableEntry
 from llama_runtime.programs.base import Loading
 from tests.runtime.loading import random_tokens, rewrite_programs
 from tests.tiny import write_tiny
+
+pytestmark = pytest.mark.slow  # it builds bundles of its own
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,7 +32,7 @@ ENTRIES = ("loss_packed", "log_probs_packed", "forward", "decode")
 
 def built(checkpoint: Path, folder: Path, *entries: str) -> Path:
     recipe = Recipe(str(checkpoint), folder, entries, ("pt2",), max_seq=256)
-    return build(recipe).folder
+    return build(recipe, cache=ProgramCache()).folder
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,6 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_gradients_and_a_step_are_those_of_the_sequences_alone(kind: str, tmp_path: Path) -> None:
     checkpoint = write_tiny(tmp_path / "c", **CHECKPOINTS[kind])
