@@ -58,11 +58,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, turn: Turn, context: Context | Grouped, state: State | None
     ) -> Tensor:
-        new = together(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = together(x, self.q_proj, self.k_proj, self.v_proj)
         if isinstance(context, Grouped):
             assert state is not None
-            return self.o_proj(context.mix(*new, turn, state))
-        q, k, v = map(self._heads, new)
+            return self.o_proj(context.mix(q, k, v, turn, state))
+        q, k, v = map(self._heads, (q, k, v))
         q, k = self.form.kept(rope.rotate(q, *turn)), rope.rotate(k, *turn)
         mixed = context.mix(q, k, v, state).to(x.dtype)
         return self.o_proj(self.form.kept(mixed.flatten(-2)))
