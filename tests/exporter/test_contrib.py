@@ -136,20 +136,24 @@ def own_operators(made: Made) -> set[str]:
     return {node.op_type for node in made.graph.node if node.domain == CONTRIB}
 
 
-def test_steps_of_several_rows_attend_by_one_operator(tmp_path: Path) -> None:
-    made = make("decode", tmp_path, batch=2)
-    assert own_operators(made) == {"GroupQueryAttention"}
+def num_products(made: Made) -> int:
+    return sum(node.op_type == "MatMulNBits" for node in made.graph.node)
+
+
+def test_steps_of_several_rows_over_codes_of_four_bits(tmp_path: Path) -> None:
+    made = make("decode", tmp_path, batch=2, codes=Codes("u8", 32))
+    assert own_operators(made) == {"GroupQueryAttention", "MatMulNBits"}
+    assert num_products(made) == len(linear_shapes(made.config))
+    in_file = {tensor.name for tensor in made.graph.initializer if tensor.external_data}
+    assert {f"{module}.weight" for module in linear_shapes(made.config)} <= in_file
     for pos in (0, 5, CAPACITY - 2):
         check(made, "decode", draw_tokens(2, 1), pos)
 
 
-def test_prompts_of_one_row_and_codes_of_four_bits(tmp_path: Path) -> None:
+def test_prompts_of_one_row_over_codes_of_four_bits(tmp_path: Path) -> None:
     made = make("prefill", tmp_path, batch=1, codes=Codes("u8", 32))
     assert own_operators(made) == {"GroupQueryAttention", "MatMulNBits"}
-    products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
-    assert len(products) == len(linear_shapes(made.config))
-    in_file = {tensor.name for tensor in made.graph.initializer if tensor.external_data}
-    assert {f"{module}.weight" for module in linear_shapes(made.config)} <= in_file
+    assert num_products(made) == 1  # of the head, which sees the last token alone
     for num, pos in ((1, 0), (7, 0), (7, 5), (4, CAPACITY - 5)):
         check(made, "prefill", draw_tokens(1, num), pos)
 

@@ -12,7 +12,7 @@ import torch
 import llama_runtime
 from llama_artifacts.bundle import open_bundle
 from llama_artifacts.errors import ChoiceError
-from llama_artifacts.manifest import read
+from llama_artifacts.manifest_file import read
 from llama_export import rerun
 from llama_export.build import build
 from llama_export.checkpoint.gguf import GgufCheckpoint
