@@ -36,7 +36,7 @@ Format = Literal["pt2", "aoti", "onnx"]
 FORMATS: tuple[Format, ...] = ("pt2", "aoti", "onnx")
 Numerics = Literal["exact", "fast"]
 WeightsMode = Literal["copy", "link", "reference", "none"]
-IntegerKind = Literal["int8", "int4"]
+IntegerKind = Literal["int8", "int4", "uint4"]
 VERSION_PART = r"(0|[1-9][0-9]{0,5})"
 """A part of a version, as a pattern."""
 SchemaVersion = Annotated[
@@ -195,7 +195,8 @@ class Quantized:
     """What a build made of the checkpoint's matrices: integer codes with scales.
 
     Attributes:
-        kind: codes of the layers; those of the embedding and the output head are int8 in any case.
+        kind: codes of the layers, `uint4` with a minimum beside each scale; those of the embedding
+            and the output head are int8 in any case.
         group_size: values of a row that share a scale; None: the whole row.
     """
 

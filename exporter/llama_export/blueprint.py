@@ -40,7 +40,12 @@ from llama_export.shards import cuts_of, part_of, shard
 from llama_runtime.weights import map_weights
 
 MIN_MAX_SEQ = 8
-_CHANGES = {"int8": "makes others", "int4": "makes others", "stored": "lays them out anew"}
+_CHANGES = {
+    "int8": "makes others",
+    "int4": "makes others",
+    "uint4": "makes others",
+    "stored": "lays them out anew",
+}
 """What `--quantize` does to weights."""
 
 

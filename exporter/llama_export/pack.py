@@ -20,13 +20,12 @@ from llama_export.checkpoint.layout import (
     FACTORS,
     ORDER,
     PACKED,
-    SCALE,
     coded_modules,
 )
 from llama_export.checkpoint.source import Checkpoint, Stored, TensorInfo
 from llama_export.model.llama import INV_FREQ
 from llama_export.model.rope import inverse_frequencies
-from llama_export.quantize import codes_of, quantize, quantized_tensors, scale_name
+from llama_export.quantize import codes_of, quantize, quantized_tensors
 from llama_export.trace import torch_dtype
 
 if TYPE_CHECKING:
@@ -233,11 +232,11 @@ def link_file(source: Path, target: Path) -> None:
 
 
 class _Values:
-    """What is written, one tensor in memory at a time; of quantised ones the small scales stay."""
+    """What is written, one tensor in memory at a time; of quantised ones the small factors stay."""
 
     def __init__(self, plan: WeightsPlan, checkpoint: Checkpoint) -> None:
         self._quantized, self._checkpoint = plan.quantized, checkpoint
-        self._scales: dict[str, torch.Tensor] = {}
+        self._factors: dict[str, torch.Tensor] = {}
 
     def read(self, name: str) -> torch.Tensor:
         """The values of a tensor of the plan."""
@@ -246,14 +245,18 @@ class _Values:
             return inverse_frequencies(checkpoint.config.rope, checkpoint.config.head_dim)
         if self._quantized is None:
             return checkpoint.read(name)
-        if name.endswith(SCALE):
-            if name not in self._scales:  # of a size that puts it before its weight
-                self.read(name.removesuffix(SCALE) + ".weight")
-            return self._scales.pop(name)
+        module, _, part = name.rpartition(".")
+        if f".{part}" in FACTORS:
+            if name not in self._factors:  # of a size that puts it before its weight
+                self.read(f"{module}.weight")
+            return self._factors.pop(name)
         codes = codes_of(name, checkpoint.tensors[name], self._quantized)
         if codes is None:
             return checkpoint.read(name)
-        values, self._scales[scale_name(name)] = quantize(checkpoint.read(name), codes)
+        values, *factors = quantize(checkpoint.read(name), codes)
+        self._factors |= {
+            module + ending: each for ending, each in zip(FACTORS, factors, strict=False)
+        }
         return values
 
 

@@ -12,7 +12,7 @@ from llama_export.entries.registry import DEFAULT_PAGE_SIZE, DEFAULT_ROWS
 DEFAULT_ENTRIES = ("prefill", "decode")
 DEFAULT_MAX_SEQ = 2048
 GroupSize = Literal["32", "64", "128", "row"]
-Quantize = Literal["int8", "int4", "stored"]
+Quantize = Literal["int8", "int4", "uint4", "stored"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Recipe:
             `reference` them: the manifest names and pins them; or `none`: programs only.
         isa: instruction set of native CPU code (`avx2`, `avx512`); None: this machine's best.
         numerics: how products with FP8 weights are computed: `exact`, or `fast`.
-        quantize: round matrices to integers of eight or four bits (`int8`, `int4`), or keep those
-            that a GGUF file holds (`stored`); None: codes of FP8 stay, GGUF's are decoded.
+        quantize: round matrices to integers of eight or four bits (`int8`, `int4`, and `uint4` with
+            minima), or keep those that a GGUF file holds (`stored`); None: codes of FP8 stay, GGUF's are decoded.
         group_size: how many values of a row share a scale then; None: 64 of
             eight bits, 32 of four.
         shards: for how many processes to build programs that run together, each with its part of

@@ -211,7 +211,7 @@ def test_the_file_itself_is_no_part_of_a_bundle(mixed: Path, tmp_path: Path, wei
 
 def test_a_group_size_is_not_chosen(mixed: Path, tmp_path: Path) -> None:
     found = refused(mixed, tmp_path, group_size="64")
-    assert "--group-size 64 is for --quantize int8 and int4" in found
+    assert "--group-size 64 is for --quantize int8, int4 and uint4" in found
 
 
 def test_a_preset_is_no_gguf_file() -> None:

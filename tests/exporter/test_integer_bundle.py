@@ -169,6 +169,15 @@ def test_the_manifest_and_inspect_say_what_was_done(four_bits: Path, eight_bits:
     assert found["quantized"] == {"kind": "int4", "group_size": 32}
 
 
+def test_four_bits_beside_minima(checkpoint: Path, tmp_path: Path) -> None:
+    folder = build(recipe(checkpoint, tmp_path / "b", quantize="uint4")).folder
+    assert read(folder).quantized == Quantized("uint4", 32)
+    results = verify(folder, laws=("parity",))
+    assert results
+    assert all(result.passed for result in results)
+    assert "uint4 in groups of 32; embedding and head int8" in invoke("inspect", folder).stdout
+
+
 def test_a_bundle_can_be_built_again(checkpoint: Path, eight_bits: Path, tmp_path: Path) -> None:
     found = rerun.choices(open_bundle(eight_bits))
     assert (found["quantize"], found["group_size"], found["dtype"]) == ("int8", "row", "f32")

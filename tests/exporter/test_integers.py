@@ -136,6 +136,32 @@ def test_codes_and_scales_are_those_of_each_group(codes: Codes) -> None:
             assert stored == pytest.approx(code * scale, abs=1e-12, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [32, 64, None])
+def test_codes_beside_minima_are_those_of_each_group(size: int | None) -> None:
+    weight = draw(4, 128) * torch.logspace(-4, 1, 4)[:, None] + torch.tensor([[0], [1], [-3], [0]])
+    weight[3, :64] = 0.3
+    found = rounded(weight, Codes("u8", size, has_min=True))
+    assert found.minimum is not None
+    assert found.scale.dtype == found.minimum.dtype == torch.bfloat16
+    groups = weight.unflatten(-1, (-1, size or 128)).double()
+    factors = zip(found.scale.flatten(), found.minimum.flatten(), strict=True)
+    errors = (found.plain() - weight.double()).unflatten(-1, (-1, size or 128)).square().sum(-1)
+    for values, (scale, minimum), got in zip(
+        groups.flatten(0, 1), factors, errors.flatten(), strict=True
+    ):
+        tried = []
+        for span in (1, 0.95, 0.9, 0.85):
+            middle, half = (values.max() + values.min()) / 2, (values.max() - values.min()) / 2
+            low = (middle - span * half).bfloat16()
+            step = ((middle + span * half - low.double()) / 15).bfloat16()
+            tried.append((float(step), float(low)))
+        assert (float(scale), float(minimum)) in tried
+        least = min(
+            error([float(value) - low for value in values], step, 0, 15) for step, low in tried
+        )
+        assert float(got) <= least * (1 + 1e-4) + 1e-12
+
+
 def test_a_tensor_is_rounded_alike_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(7, 64)
     whole = quantize(weight, CODES[4])

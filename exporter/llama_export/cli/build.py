@@ -107,8 +107,8 @@ class BuildCommand(Command):
     " of the arithmetic; `fast` scales after the sum and, on CUDA, rounds activations to FP8.",
 )
 @quantize_option(
-    "Round the layers' weights to integers of eight or four bits with a scale for each group,"
-    " and the embedding and the output head to eight; or keep the integers of a GGUF file of q8_0,"
+    "Round the layers' weights to integers of eight or four bits with a scale for each group"
+    " (`uint4`: and a minimum), and the embedding and the output head to eight; or keep the integers of a GGUF file of q8_0,"
     " q4_0, q4_1 or q4_k as they are (`stored`). Arithmetic stays in the dtype.",
     group=PROGRAMS,
 )

@@ -76,7 +76,7 @@ def group_size_option(*, group: str) -> Callable[[F], F]:
         "--group-size",
         group=group,
         type=click.Choice(get_args(GroupSize)),
-        show_default="64 in int8, 32 in int4",
+        show_default="64 in int8, else 32",
         help="How many values of a row share a scale in quantised weights.",
     )
 

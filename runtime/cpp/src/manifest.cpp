@@ -184,7 +184,7 @@ Check read_check(const Node& node) {
 Quantized read_quantized(const Node& node) {
   node.keys({"kind", "group_size"});
   Quantized quantized;
-  quantized.kind = node.field("kind").one_of({"int8", "int4"});
+  quantized.kind = node.field("kind").one_of({"int8", "int4", "uint4"});
   if (const auto size = node.optional("group_size"); size && !size->is_null()) {
     quantized.group_size = size->at_least(1);
   }

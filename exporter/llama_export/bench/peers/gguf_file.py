@@ -38,6 +38,7 @@ _FILE_TYPES = {
     None: gguf.LlamaFileType.MOSTLY_F16,
     "int8": gguf.LlamaFileType.MOSTLY_Q8_0,
     "int4": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "uint4": gguf.LlamaFileType.MOSTLY_Q4_1,
 }
 """By how weights are rounded. Only OpenVINO looks at it, and knows no type for bf16."""
 _TYPES = {
