@@ -358,7 +358,7 @@ def test_headers_alone_make_a_bundle_that_was_not_run(
     monkeypatch.setattr(hub, "describe", lambda _, __, name: describe(checkpoint / name))
     monkeypatch.setattr(
         "llama_export.blueprint.open_checkpoint",
-        lambda model, **options: HfCheckpoint.open(
+        lambda model, *, keeps_codes, **options: HfCheckpoint.open(
             cut, source=Source("hub", "someone/Tiny", "0" * 40), **options
         ),
     )
