@@ -34,12 +34,14 @@ _LOOP = """
       {calls}
     }}
 """
-# Many rows, where the library is better at them.
+# Many rows, where the library is better at them; other CPUs have no tiles, and get no such calls.
 _LIBRARY = """
+#if defined(CPU_CAPABILITY_AVX512)
   if (num > {max_rows} && llama_export::has_tiles()) {{
     {calls}
     return;
   }}
+#endif
 """
 _SHARED = """{{{library}
   const llama_export::Given<{dtype}> given(x, num, {width}, {has_pairs});
