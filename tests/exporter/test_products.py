@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from llama_export.lower import kernel
 from llama_export.model.products import products
-from tests.exporter.native import ISAS, call_by_threads, compile_native, kernel_sources, load_native
+from tests.exporter.native import (
+    BEST,
+    ISAS,
+    OTHERS,
+    call_by_threads,
+    compile_native,
+    kernel_sources,
+    load_native,
+)
 
 DTYPES = (
     (torch.float32, torch.float32),
@@ -108,8 +116,9 @@ class Rounded(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("has_tiles", [False, True])
+@pytest.mark.parametrize(
+    ("isa", "has_tiles"), [(BEST, True), (BEST, False), *((isa, False) for isa in OTHERS)]
+)
 def test_rounded_results(
     isa: str, has_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
