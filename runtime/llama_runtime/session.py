@@ -186,7 +186,7 @@ class Session:
         logits = entry.run(self._states, {"tokens": rows, "pos": self.position})[0]
         self._is_broken = False
         self.position += rows.shape[1]
-        self._fed.append(rows.clone())
+        self._fed.append(rows)
         return logits
 
     def _as_rows(self, tokens: Tokens) -> torch.Tensor:

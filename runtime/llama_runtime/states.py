@@ -190,7 +190,8 @@ def _is_held(tensor: torch.Tensor, wanted: torch.dtype) -> bool:
     if tensor.dtype not in _INTEGERS:
         return False
     limits = torch.iinfo(wanted)
-    return limits.min <= int(tensor.min()) and int(tensor.max()) <= limits.max
+    smallest, largest = tensor.aminmax()
+    return limits.min <= int(smallest) and int(largest) <= limits.max
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 from collections.abc import Mapping
@@ -74,6 +75,9 @@ def map_weights(
     header = read_header(path, error=IntegrityError)
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # what is not in memory yet comes in large pages
+        with contextlib.suppress(OSError):  # a system that refuses
+            data.madvise(mmap.MADV_HUGEPAGE)
     if header_sha256 not in (None, hashlib.sha256(data[: header.data_start]).hexdigest()):
         raise IntegrityError(
             "its header is not the one that the programs were built for",

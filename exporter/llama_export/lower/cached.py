@@ -2,8 +2,8 @@
 
 Softmax in one pass over the keys: a block of places at a time, with the largest score and the sum of weights so far (Milakov and
 Gimelshein 2018, online normalizer; Dao et al. 2022, FlashAttention), so that no scores are stored
-and nothing after a token's position is read. A token's result does not depend on threads or on
-other tokens.
+and nothing after a token's position is read. Of few tokens, threads take parts of the places, which are put together at the
+end. A token's result does not depend on threads, nor on other tokens beyond their number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch._inductor.lowering import register_lowering
 import llama_export.model.cached  # noqa: F401  # the operator
 from llama_export.lower.kernel import Call, Kernel, headers
 
-# Heads are taken one at a time where there would be too few pieces of work for the threads.
+FEW = 32
+"""Up to so many tokens, threads share what each of them sees: places in parts, which are put together."""
+
 _BODY = """{{
   constexpr int heads = llama_export::heads_at_once({group}, {width});
   constexpr int tokens = llama_export::tokens_at_once(heads, {page});
@@ -30,30 +32,26 @@ _BODY = """{{
     AOTI_TORCH_CHECK(0 <= positions[p] && positions[p] < num_columns * {page}L,
                      "a token's position is outside of its row");
   }}
-  const auto piece = [&](int64_t p, int first_head, int last_head, auto heads, auto tokens) {{
-    const int32_t* pages = table + rows[p] * num_columns;
-    const auto page = [&](int64_t i, int shared) {{
-      return (pages[i] * {kv_heads}L + shared) * {page}L * {width}L;
-    }};
-    llama_export::attend<heads.value, tokens.value, {width}, {page}, {group}>(
-        q + p * stride, keys, values, first_head, last_head, stride, positions[p] + 1L, {scale}f, page,
-        y + p * stride);
+  const auto page = [&](int64_t p, int64_t i, int shared) {{
+    return (table[rows[p] * num_columns + i] * {kv_heads}L + shared) * {page}L * {width}L;
   }};
-  const std::integral_constant<int, 1> one;
-  if (num >= 4 * omp_get_max_threads()) {{
-    const std::integral_constant<int, heads> some;
-    const auto starts = llama_export::pieces<tokens>(rows, positions, num);
-    #pragma omp parallel for schedule(dynamic, 1)
-    for (size_t i = 0; i < starts.size() - 1; ++i) {{
-      if (tokens > 1 && starts[i + 1] - starts[i] == tokens)
-        piece(starts[i], 0, {num_heads}, some, std::integral_constant<int, tokens>());
-      else
-        piece(starts[i], 0, {num_heads}, some, one);
-    }}
-  }} else {{
-    #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num * {num_heads}; ++i)
-      piece(i / {num_heads}, i % {num_heads}, i % {num_heads} + 1, one, one);
+  if (num <= {few}) {{
+    llama_export::attend_few<heads, {width}, {page}, {group}>(
+        q, keys, values, positions, num, {num_heads}, {scale}f, page, y);
+    return;
+  }}
+  const auto piece = [&](int64_t p, auto tokens) {{
+    llama_export::attend<heads, tokens.value, {width}, {page}, {group}>(
+        q + p * stride, keys, values, {num_heads}, stride, positions[p] + 1L, {scale}f,
+        [&](int64_t i, int shared) {{ return page(p, i, shared); }}, y + p * stride);
+  }};
+  const auto starts = llama_export::pieces<tokens>(rows, positions, num);
+  #pragma omp parallel for schedule(dynamic, 1)
+  for (size_t i = 0; i < starts.size() - 1; ++i) {{
+    if (tokens > 1 && starts[i + 1] - starts[i] == tokens)
+      piece(starts[i], std::integral_constant<int, tokens>());
+    else
+      piece(starts[i], std::integral_constant<int, 1>());
   }}
 }}
 """
@@ -76,6 +74,7 @@ class AttendCached(Kernel):
             kv_heads=int(kv_heads),
             group=int(num_heads) // int(kv_heads),
             scale=repr(int(width) ** -0.5),
+            few=FEW,
         )
         return (
             headers("vectors", "products", "places", "cached"),

@@ -79,7 +79,7 @@ class Products(_Products):
         body = _SHARED.format(
             dtype=dtypes[0],
             width=width,
-            has_pairs=f"num > {_FEW}" if has_bf16 else "false",
+            has_pairs="true" if has_bf16 else "false",
             library=_library(num, rows, width) if has_bf16 and dtypes[0] == dtypes[1] else "",
             num_blocks=_num_blocks(rows),
             loop=_loop(rows, calls),

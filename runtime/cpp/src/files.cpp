@@ -132,6 +132,9 @@ Map map_file(const fs::path& path) {
   const auto num_bytes = static_cast<size_t>(found.st_size);
   void* memory = mmap(nullptr, num_bytes, PROT_READ, MAP_PRIVATE, file.number, 0);
   if (memory == MAP_FAILED) refuse(path, ErrorCode::kIntegrity, errno);
+#ifdef MADV_HUGEPAGE
+  madvise(memory, num_bytes, MADV_HUGEPAGE);  // what is not in memory yet comes in large pages
+#endif
   const auto unmap = [memory, num_bytes](const uint8_t*) { munmap(memory, num_bytes); };
   map.data = std::shared_ptr<const uint8_t>(static_cast<const uint8_t*>(memory), unmap);
   return map;

@@ -1,8 +1,9 @@
 // Products of rows of x with stored weights, each row of a weight read once.
 //
-// Up to `few` rows of x are multiplied as dot products, a row of the weight after the other. More
-// of them share the work of laying 32 rows of the weight out as a panel, in which the numbers that
-// one vector instruction needs lie side by side.
+// Up to `few` rows of x are multiplied as dot products, with some rows of the weight at a time that
+// lie far from each other: the memory serves several streams faster than one. More of them share
+// the work of laying 32 rows of the weight out as a panel, in which the numbers that one vector
+// instruction needs lie side by side.
 #ifndef LLAMA_EXPORT_PRODUCTS
 #define LLAMA_EXPORT_PRODUCTS
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -17,48 +18,85 @@ constexpr int parts = columns / lanes;
 
 // A result Y is float32, or what a float32 is rounded to.
 
-// y[m * total] = a row of a weight [width] times row m of x [Num, width]. Rows are read one after
-// the other: two at a time are two streams, which the memory serves at half the speed.
-template <typename W, int Num, typename Y>
-inline void dot(const float* x, const W* w, int64_t width, Y* y, int64_t total) {
+// y[m * total + i * far] = row i * far of a weight [.., width] times row m of x [Num, width], for
+// `Streams` of i.
+template <typename W, int Num, int Streams, typename Y>
+inline void dot(const float* x, const W* w, int64_t width, int64_t far, Y* y, int64_t total) {
   constexpr int64_t step = at::vec::Vectorized<W>::size();
   constexpr int loads = step / lanes;
-  constexpr int chains = Num == 1 ? 2 : 1;
-  Float sums[Num][chains][loads];
+  Float sums[Streams][Num][loads];
 // Unrolled, since sums that stay an array stay in memory.
 #pragma GCC unroll 8
-  for (int m = 0; m < Num; ++m)
+  for (int i = 0; i < Streams; ++i)
 #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c)
+    for (int m = 0; m < Num; ++m)
 #pragma GCC unroll 8
-      for (int p = 0; p < loads; ++p) sums[m][c][p] = Float(0.0f);
+      for (int p = 0; p < loads; ++p) sums[i][m][p] = Float(0.0f);
   int64_t k = 0;
-  for (; k + chains * step <= width; k += chains * step) {
+  for (; k + step <= width; k += step) {
 #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c) {
-      const int64_t at = k + c * step;
+    for (int i = 0; i < Streams; ++i) {
       const at::vec::VectorizedN<float, loads> weights = at::vec::convert<float, loads, W, 1>(
-          at::vec::VectorizedN<W, 1>(at::vec::Vectorized<W>::loadu(w + at)));
+          at::vec::VectorizedN<W, 1>(at::vec::Vectorized<W>::loadu(w + i * far * width + k)));
 #pragma GCC unroll 8
       for (int m = 0; m < Num; ++m)
 #pragma GCC unroll 8
         for (int p = 0; p < loads; ++p)
-          sums[m][c][p] = at::vec::fmadd(weights[p], Float::loadu(x + m * width + at + p * lanes),
-                                         sums[m][c][p]);
+          sums[i][m][p] = at::vec::fmadd(weights[p], Float::loadu(x + m * width + k + p * lanes),
+                                         sums[i][m][p]);
     }
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < Num; ++m) {
-    Float sum(0.0f);
+  for (int i = 0; i < Streams; ++i)
 #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c)
+    for (int m = 0; m < Num; ++m) {
+      Float sum(0.0f);
 #pragma GCC unroll 8
-      for (int p = 0; p < loads; ++p) sum = sum + sums[m][c][p];
-    float rest = 0.0f;
-    for (int64_t i = k; i < width; ++i) rest += x[m * width + i] * static_cast<float>(w[i]);
-    y[m * total] = static_cast<Y>(rest + sum_of(sum));
+      for (int p = 0; p < loads; ++p) sum = sum + sums[i][m][p];
+      float rest = 0.0f;
+      for (int64_t j = k; j < width; ++j)
+        rest += x[m * width + j] * static_cast<float>(w[i * far * width + j]);
+      y[m * total + i * far] = static_cast<Y>(rest + sum_of(sum));
+    }
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+// Adds `some` 32 products of each row to its sums.
+template <int Num, int Streams>
+__attribute__((target("avx512bf16"), always_inline)) inline void add_pairs(
+    const at::BFloat16* x, const at::BFloat16* w, int64_t width, int64_t far, __mmask32 some,
+    __m512 (&sums)[Streams][Num]) {
+  __m512bh given[Num];
+#pragma GCC unroll 8
+  for (int m = 0; m < Num; ++m) given[m] = (__m512bh)_mm512_maskz_loadu_epi16(some, x + m * width);
+#pragma GCC unroll 8
+  for (int i = 0; i < Streams; ++i) {
+    const auto weights = (__m512bh)_mm512_maskz_loadu_epi16(some, w + i * far * width);
+#pragma GCC unroll 8
+    for (int m = 0; m < Num; ++m) sums[i][m] = _mm512_dpbf16_ps(sums[i][m], given[m], weights);
   }
 }
+
+// `dot` of bf16, on CPUs that multiply it in pairs.
+template <int Num, int Streams, typename Y>
+__attribute__((target("avx512bf16"))) inline void dot_pairs(const at::BFloat16* x,
+                                                            const at::BFloat16* w, int64_t width,
+                                                            int64_t far, Y* y, int64_t total) {
+  __m512 sums[Streams][Num];
+#pragma GCC unroll 8
+  for (int i = 0; i < Streams; ++i)
+#pragma GCC unroll 8
+    for (int m = 0; m < Num; ++m) sums[i][m] = _mm512_setzero_ps();
+  int64_t k = 0;
+  for (; k + 32 <= width; k += 32) add_pairs(x + k, w + k, width, far, ~__mmask32{0}, sums);
+  if (k < width) add_pairs(x + k, w + k, width, far, (__mmask32{1} << (width - k)) - 1, sums);
+#pragma GCC unroll 8
+  for (int i = 0; i < Streams; ++i)
+#pragma GCC unroll 8
+    for (int m = 0; m < Num; ++m)
+      y[m * total + i * far] = static_cast<Y>(_mm512_reduce_add_ps(sums[i][m]));
+}
+#endif
 
 // Lays `here` rows [words] of 32 bits out as a panel [words, columns]; what is missing is zero.
 inline void lay_out(const float* rows, int64_t words, int64_t here, float* panel) {
@@ -227,22 +265,57 @@ struct Given {
   const float* pairs() const { return reinterpret_cast<const float*>(x); }
 };
 
-// The `block`-th `columns` rows of a weight [num_rows, width].
+// The `block`-th share of the rows of a weight: `columns` of them, in `streams` parts that lie as
+// far from each other as they can; calls `dots(first, far)` for each of a part, or `rest(row)`.
+constexpr int streams = 4;
+template <typename Dots, typename Rest>
+inline void spread(int64_t num_rows, int64_t block, const Dots& dots, const Rest& rest) {
+  constexpr int64_t each = columns / streams;
+  const int64_t far = num_rows / columns * each;
+  if (block < num_rows / columns)
+    for (int64_t i = block * each; i < (block + 1) * each; ++i) dots(i, far);
+  else
+    for (int64_t i = far * streams; i < num_rows; ++i) rest(i);
+}
+
+// `Num` rows of x, which are few.
+template <int Num, typename X, typename W, typename Y>
+inline void few_rows_of(const Given<X>& x, const W* w, int64_t num_rows, int64_t block, Y* y,
+                        int64_t total) {
+  const int64_t width = x.width;
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<X, at::BFloat16> && std::is_same_v<W, at::BFloat16>) {
+    if (x.has_pairs)
+      return spread(
+          num_rows, block,
+          [&](int64_t row, int64_t far) {
+            dot_pairs<Num, streams>(x.x, w + row * width, width, far, y + row, total);
+          },
+          [&](int64_t row) { dot_pairs<Num, 1>(x.x, w + row * width, width, 0, y + row, total); });
+  }
+#endif
+  constexpr int at_once = lanes == 16 || Num == 1 ? streams : 1;  // as many as registers hold
+  spread(
+      num_rows, block,
+      [&](int64_t row, int64_t far) {
+        for (int i = 0; i < streams; i += at_once, row += at_once * far)
+          dot<W, Num, at_once>(x.wide, w + row * width, width, far, y + row, total);
+      },
+      [&](int64_t row) { dot<W, Num, 1>(x.wide, w + row * width, width, 0, y + row, total); });
+}
+
+// The `block`-th `columns` rows of a weight [num_rows, width], in whatever order.
 template <int Num, typename X, typename W, typename Y>
 inline void rows_of(const Given<X>& x, const W* w, int64_t num_rows, int64_t block, Y* y,
                     int64_t total) {
+  if constexpr (Num > 0) return few_rows_of<Num>(x, w, num_rows, block, y, total);
+  const int64_t num = x.num, width = x.width;
+  if (num == 1) return few_rows_of<1>(x, w, num_rows, block, y, total);
+  if (num == 2) return few_rows_of<2>(x, w, num_rows, block, y, total);
+  if (num == 3) return few_rows_of<3>(x, w, num_rows, block, y, total);
   const int64_t first = block * columns, here = std::min<int64_t>(columns, num_rows - first);
-  const int64_t num = Num ? Num : x.num, width = x.width;
   w += first * width;
   y += first;
-  const auto each = [&](auto count) {
-    for (int64_t i = 0; i < here; ++i)
-      dot<W, count.value>(x.wide, w + i * width, width, y + i, total);
-  };
-  if constexpr (Num > 0) return each(std::integral_constant<int, Num>());
-  if (num == 1) return each(std::integral_constant<int, 1>());
-  if (num == 2) return each(std::integral_constant<int, 2>());
-  if (num == 3) return each(std::integral_constant<int, 3>());
   float* panel = scratch<1, float>(columns * width);
   const Ahead ahead{reinterpret_cast<const char*>(w + here * width),
                     columns * width * static_cast<int64_t>(sizeof(W))};
