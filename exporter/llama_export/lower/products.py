@@ -91,9 +91,9 @@ class CodedProducts(_Products):
     """Inputs are x [R, H], the codes of each weight, then the scales [V, G] of each.
 
     Weights of one call have codes of one dtype, scales of one dtype and groups of one size. For few
-    rows codes become floats in registers, a block of 32 at a time, and a group's sum is multiplied by
-    its scale: sums are float32 over exact products. Where x is bf16 and the CPU multiplies pairs of
-    bf16, codes of four bits are looked up as bf16, which holds them exactly. For more rows, weights are
+    rows of bf16, x becomes whole numbers of 14 or 15 bits below the largest of those that share a
+    scale, so that products with codes are whole and exact; of other dtypes, codes become floats in
+    registers. A group's sum is multiplied by its scale in float32. For more rows, weights are
     decoded.
     """
 
@@ -127,7 +127,7 @@ class CodedProducts(_Products):
                 loop=loop,
             )
         parameters = self._parameters(dtypes, len(rows))
-        return headers("vectors", "products", "integers"), parameters, body
+        return headers("vectors", "products", "integers", "code_dots"), parameters, body
 
 
 class LiftedProducts(CodedProducts):

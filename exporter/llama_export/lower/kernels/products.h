@@ -47,17 +47,20 @@ inline void dot(const float* x, const W* w, int64_t width, int64_t far, Y* y, in
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < Streams; ++i)
+  for (int m = 0; m < Num; ++m) {
+    Float found[Streams];
 #pragma GCC unroll 8
-    for (int m = 0; m < Num; ++m) {
-      Float sum(0.0f);
+    for (int i = 0; i < Streams; ++i) {
+      found[i] = sums[i][m][0];
 #pragma GCC unroll 8
-      for (int p = 0; p < loads; ++p) sum = sum + sums[i][m][p];
-      float rest = 0.0f;
-      for (int64_t j = k; j < width; ++j)
-        rest += x[m * width + j] * static_cast<float>(w[i * far * width + j]);
-      y[m * total + i * far] = static_cast<Y>(rest + sum_of(sum));
+      for (int p = 1; p < loads; ++p) found[i] = found[i] + sums[i][m][p];
+      for (int64_t j = k; j < width; ++j) {
+        const float rest[lanes] = {x[m * width + j] * static_cast<float>(w[i * far * width + j])};
+        found[i] = found[i] + Float::loadu(rest);
+      }
     }
+    put_sums(found, y + m * total, far);
+  }
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -91,10 +94,12 @@ __attribute__((target("avx512bf16"))) inline void dot_pairs(const at::BFloat16* 
   for (; k + 32 <= width; k += 32) add_pairs(x + k, w + k, width, far, ~__mmask32{0}, sums);
   if (k < width) add_pairs(x + k, w + k, width, far, (__mmask32{1} << (width - k)) - 1, sums);
 #pragma GCC unroll 8
-  for (int i = 0; i < Streams; ++i)
+  for (int m = 0; m < Num; ++m) {
+    Float found[Streams];
 #pragma GCC unroll 8
-    for (int m = 0; m < Num; ++m)
-      y[m * total + i * far] = static_cast<Y>(_mm512_reduce_add_ps(sums[i][m]));
+    for (int i = 0; i < Streams; ++i) found[i] = sums[i][m];
+    put_sums(found, y + m * total, far);
+  }
 }
 #endif
 
@@ -262,7 +267,9 @@ struct Given {
     }
   }
 
-  const float* pairs() const { return reinterpret_cast<const float*>(x); }
+  const float* pairs() const {
+    return reinterpret_cast<const float*>(x);
+  }
 };
 
 // The `block`-th share of the rows of a weight: `columns` of them, in `streams` parts that lie as
@@ -369,25 +376,45 @@ inline void by_library(const at::BFloat16* x, int64_t num, int64_t width, const 
 }
 #endif
 
-// Blocks of work that threads take, some at a time: fewer toward the end, so that a thread which is
-// late does not keep the others waiting.
+// Blocks of work, of which each thread has a share that lies together: memory is read in long
+// streams, and results that lie together are of one thread. Whoever is done takes from the ends of
+// the others' shares, so that a thread which is late does not keep them waiting.
 class Blocks {
  public:
-  explicit Blocks(int64_t num) : num(num) {}
+  explicit Blocks(int64_t num) : shares(omp_get_max_threads()) {
+    const int64_t count = shares.size();
+    for (int64_t i = 0; i < count; ++i)
+      shares[i].rest = pack(num * i / count, num * (i + 1) / count);
+  }
 
   // The next ones, from `begin` to `end`; whether there are any.
   bool take(int64_t* begin, int64_t* end) {
-    *begin = next.load(std::memory_order_relaxed);
-    do {
-      if (*begin >= num) return false;
-      *end = *begin + std::max<int64_t>(1, (num - *begin) / (4 * omp_get_num_threads()));
-    } while (!next.compare_exchange_weak(*begin, *end, std::memory_order_relaxed));
-    return true;
+    const size_t own = omp_get_thread_num();
+    for (size_t i = 0; i < shares.size(); ++i) {
+      std::atomic<uint64_t>& rest = shares[(own + i) % shares.size()].rest;
+      uint64_t found = rest.load(std::memory_order_relaxed);
+      while (first(found) < last(found)) {
+        const int64_t some = std::max<int64_t>(1, (last(found) - first(found)) / 4);
+        *begin = i == 0 ? first(found) : last(found) - some;
+        *end = *begin + some;
+        const uint64_t left = i == 0 ? pack(*end, last(found)) : pack(first(found), *begin);
+        if (rest.compare_exchange_weak(found, left, std::memory_order_relaxed)) return true;
+      }
+    }
+    return false;
   }
 
  private:
-  const int64_t num;
-  std::atomic<int64_t> next{0};
+  // Where what is left begins and ends.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> rest;
+  };
+
+  static uint64_t pack(int64_t first, int64_t last) { return first << 32 | last; }
+  static int64_t first(uint64_t rest) { return rest >> 32; }
+  static int64_t last(uint64_t rest) { return rest & 0xffffffff; }
+
+  std::vector<Share> shares;
 };
 
 }  // namespace llama_export

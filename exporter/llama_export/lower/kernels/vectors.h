@@ -10,6 +10,36 @@ inline float sum_of(const Float& values) {
   return at::vec::vec_reduce_all<float>([](Float& a, Float& b) { return a + b; }, values);
 }
 
+// The sums of four vectors.
+inline void sums_of_four(const Float& a, const Float& b, const Float& c, const Float& d,
+                         float* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto pair = [](const __m512& one, const __m512& other) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(one, other), _mm512_unpackhi_ps(one, other));
+  };
+  const __m512 ab = pair(a, b), cd = pair(c, d);
+  const __m512 all =
+      _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+  to[0] = sum_of(a), to[1] = sum_of(b), to[2] = sum_of(c), to[3] = sum_of(d);
+#endif
+}
+
+// y[i * far] = the sum of vector i, rounded.
+template <int Num, typename Y>
+__attribute__((always_inline)) inline void put_sums(const Float (&values)[Num], Y* y, int64_t far) {
+  static_assert(Num == 1 || Num == 4);
+  float sums[Num];
+  if constexpr (Num == 4)
+    sums_of_four(values[0], values[1], values[2], values[3], sums);
+  else
+    sums[0] = sum_of(values[0]);
+#pragma GCC unroll 4
+  for (int i = 0; i < Num; ++i) y[i * far] = static_cast<Y>(sums[i]);
+}
+
 // Memory of this thread for `num` values, aligned for any vector; one for each `Use`.
 template <int Use, typename T>
 T* scratch(int64_t num) {
