@@ -15,7 +15,7 @@ from llama_runtime.buckets import calls_of_padding
 from llama_runtime.cuda_graphs import GraphProgram
 from llama_runtime.mirror import Mirror
 from llama_runtime.programs.base import Program
-from llama_runtime.states import States, as_tensor, check_tensor, torch_dtype
+from llama_runtime.states import States, as_tensor, check_tensor, extremes, torch_dtype
 
 _CPU = torch.device("cpu")
 
@@ -49,8 +49,7 @@ def check_inputs(
     for spec, tensor in zip(signature.inputs, tensors, strict=True):
         check_tensor(spec.name, spec.dtype, None, tensor, _CPU)
         if spec.values is not None:
-            smallest, largest = tensor.aminmax()
-            check_values(spec, int(smallest), int(largest), sizes)
+            check_values(spec, *extremes(tensor), sizes)
 
 
 class Variant:
@@ -127,7 +126,7 @@ class Entry:
         tensors, sizes = bind_inputs(self.signature, inputs)
         flat_states = self._checked(states, sizes)
         check_inputs(self.signature, tensors, sizes)
-        flat = [tensor.to(self.device) for tensor in tensors]
+        flat = tensors if self.device == _CPU else [t.to(self.device) for t in tensors]
         outputs = self._fitting(sizes).run(flat, flat_states, sizes)
         self._check_outputs(outputs, sizes)
         return outputs

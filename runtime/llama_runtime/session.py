@@ -13,7 +13,7 @@ from llama_artifacts.errors import InputError, SessionError
 from llama_artifacts.signature import TensorSpec, check_values
 from llama_runtime import snapshot
 from llama_runtime.entry import Entry
-from llama_runtime.states import as_tensor
+from llama_runtime.states import as_tensor, extremes, torch_dtype
 
 if TYPE_CHECKING:
     from llama_runtime.loader import LoadedBundle
@@ -47,13 +47,13 @@ class Session:
             _check_same_states(self._prefill, self._decode)
         self._bundle = bundle
         self._entry = entry
-        self._tokens, pos = _inputs(entry)
+        self._tokens, self._pos = _inputs(entry)
         self._states = entry.new_states()
         self._rows = bundle.manifest.batch
         self._is_broken = False
         self.capacity = bundle.manifest.max_seq - 1
-        if pos.values is not None:
-            self.capacity = min(self.capacity, pos.values.max + 1)
+        if self._pos.values is not None:
+            self.capacity = min(self.capacity, self._pos.values.max + 1)
         self.position = 0
         self._fed: list[torch.Tensor] = []
 
@@ -96,8 +96,7 @@ class Session:
                 where="tokens",
                 hint="shorten the prompt, or build with a larger --max-seq",
             )
-        smallest, largest = rows.aminmax()
-        check_values(self._tokens, int(smallest), int(largest), {})
+        check_values(self._tokens, *extremes(rows), {})
         return rows
 
     def reset(self) -> None:
@@ -183,7 +182,8 @@ class Session:
         entry = self._decode if rows.shape[1] == 1 and self._decode else self._prefill
         assert entry is not None
         self._is_broken = True  # until the step is done, also after an interrupt
-        logits = entry.run(self._states, {"tokens": rows, "pos": self.position})[0]
+        pos = torch.tensor(self.position, dtype=torch_dtype(self._pos.dtype))
+        logits = entry.run(self._states, {"tokens": rows, "pos": pos})[0]
         self._is_broken = False
         self.position += rows.shape[1]
         self._fed.append(rows)

@@ -231,6 +231,7 @@ struct CodedBytes {
       for (int j = 0; j < (Here + 31) / 32; ++j) {
         const __m256i* from =
             reinterpret_cast<const __m256i*>(codes + i * far * Width + u * unit + 32 * j);
+        fetch_once(from);
         const __m512i some = _mm512_cvtepi8_epi16(
             Here >= 32 * (j + 1) ? _mm256_loadu_si256(from)
                                  : _mm256_maskz_loadu_epi8((1u << Here % 32) - 1, from));
@@ -299,6 +300,7 @@ struct CodedNibbles {
     for (int s = 0; s < steps; ++s)
 #pragma GCC unroll 8
       for (int i = 0; i < Streams; ++i) {
+        fetch_once(codes + i * far * (Width / 2) + s * 64);
         const __m512i both = codes_at(codes + i * far * (Width / 2), s);
         const __m512i low = _mm512_and_si512(both, low_half);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half);

@@ -36,6 +36,7 @@ inline void dot(const float* x, const W* w, int64_t width, int64_t far, Y* y, in
   for (; k + step <= width; k += step) {
 #pragma GCC unroll 8
     for (int i = 0; i < Streams; ++i) {
+      fetch_once(w + i * far * width + k);
       const at::vec::VectorizedN<float, loads> weights = at::vec::convert<float, loads, W, 1>(
           at::vec::VectorizedN<W, 1>(at::vec::Vectorized<W>::loadu(w + i * far * width + k)));
 #pragma GCC unroll 8
@@ -74,6 +75,7 @@ __attribute__((target("avx512bf16"), always_inline)) inline void add_pairs(
   for (int m = 0; m < Num; ++m) given[m] = (__m512bh)_mm512_maskz_loadu_epi16(some, x + m * width);
 #pragma GCC unroll 8
   for (int i = 0; i < Streams; ++i) {
+    fetch_once(w + i * far * width);
     const auto weights = (__m512bh)_mm512_maskz_loadu_epi16(some, w + i * far * width);
 #pragma GCC unroll 8
     for (int m = 0; m < Num; ++m) sums[i][m] = _mm512_dpbf16_ps(sums[i][m], given[m], weights);
