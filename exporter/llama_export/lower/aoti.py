@@ -30,6 +30,7 @@ from llama_export.checkpoint.source import TensorInfo
 from llama_export.lower.archive import write_archive
 from llama_export.lower.backend import MAX_INLINED, Lowered, Place, needed_capability
 from llama_export.lower.bitcasts import vector_bitcasts
+from llama_export.lower.exponentials import short_exponentials
 from llama_export.lower.file_names import without_file_names
 from llama_export.lower.processes import processes
 from llama_export.lower.products import MAX_ROWS
@@ -98,7 +99,7 @@ class AotiBackend:
             program = with_kernels(move_to_device_pass(program, "cuda"))
         file = f"{job.stem}.{target.device}-{target.isa or target.capability}.pt2"
         archive = io.BytesIO()
-        with compiler(options), processes(job.form):
+        with compiler(options), short_exponentials(job.form.dtype), processes(job.form):
             aoti_compile_and_package(program, package_path=archive)
         write_archive(place.folder / file, archive)
         bound = set(aoti_load_package(str(place.folder / file)).get_constant_fqns())

@@ -46,8 +46,9 @@ _BODY = """{{
         [&](int64_t i, int shared) {{ return page(p, i, shared); }}, y + p * stride);
   }};
   const auto starts = llama_export::pieces<tokens>(rows, positions, num);
+  // The last see most places: they come first, so that threads end together.
   #pragma omp parallel for schedule(dynamic, 1)
-  for (size_t i = 0; i < starts.size() - 1; ++i) {{
+  for (int64_t i = starts.size() - 2; i >= 0; --i) {{
     if (tokens > 1 && starts[i + 1] - starts[i] == tokens)
       piece(starts[i], std::integral_constant<int, tokens>());
     else

@@ -18,9 +18,9 @@ constexpr int heads_at_once(int group, int width) {
 }
 
 // How many tokens of a row that follow each other are taken together: a panel of keys or values,
-// once laid out, serves them all.
+// once laid out, serves two tiles of them.
 constexpr int tokens_at_once(int heads, int page) {
-  return page % run_size == 0 && heads < Floats::max_rows ? Floats::max_rows / heads : 1;
+  return page % run_size == 0 && heads < Floats::max_rows ? 2 * (Floats::max_rows / heads) : 1;
 }
 
 // Vector `part` of a row, as floats.
@@ -56,6 +56,7 @@ __attribute__((always_inline)) inline __m512 power_of_two(__m512 x) {
 template <typename T, int Heads, int Tokens, int Width, typename Place>
 struct Places {
   static constexpr int rows = Heads * Tokens, parts = Width / lanes;
+  static constexpr int at_once = Tokens % 2 ? rows : rows / 2;  // rows in a tile
   const T *keys, *values;
   const Place& place;
   int64_t first, count;   // places before the block, and all that the last token sees
@@ -134,9 +135,8 @@ struct Places {
         for (int k = 0; k < Words; k += side)
           turn(from + k, Words, panel + k * columns + i - j, columns);
       }
-      for (int h = 0; h < rows; h += std::min(rows, Tile::max_rows))
-        Tile::template tile<std::min(rows, Tile::max_rows)>(q + h * Words, Words, panel,
-                                                            weights[h] + j, block_size);
+      for (int h = 0; h < rows; h += at_once)
+        Tile::template tile<at_once>(q + h * Words, Words, panel, weights[h] + j, block_size);
     }
   }
 
@@ -284,29 +284,35 @@ struct Places {
           pair_up(from, from + Width, p * 16, to, to + 1);
         }
     }
-    for (int p = 0; p < parts; p += 2) {
-      __m512 kept[rows][2];
+    for (int h = 0; h < rows; h += at_once)
+      for (int p = 0; p < parts; p += 2) add_tile(num, panel[p / 2], rounded + h, sums + h, p * 16);
+  }
+
+  // Adds 32 columns of the weighted values of the rows of a tile.
+  __attribute__((target("avx512bf16"))) static void add_tile(
+      int num, const __m512i (*panel)[2], const at::BFloat16 (*rounded)[block_size],
+      float (*sums)[Width], int column) {
+    __m512 kept[at_once][2];
 #pragma GCC unroll 16
-      for (int h = 0; h < rows; ++h)
+    for (int h = 0; h < at_once; ++h)
 #pragma GCC unroll 16
-        for (int i = 0; i < 2; ++i) kept[h][i] = _mm512_loadu_ps(sums[h] + (p + i) * 16);
-      for (int j = 0; j < num; j += 2) {
-        const __m512bh low = (__m512bh)panel[p / 2][j / 2][0];
-        const __m512bh high = (__m512bh)panel[p / 2][j / 2][1];
+      for (int i = 0; i < 2; ++i) kept[h][i] = _mm512_loadu_ps(sums[h] + column + i * 16);
+    for (int j = 0; j < num; j += 2) {
+      const __m512bh low = (__m512bh)panel[j / 2][0];
+      const __m512bh high = (__m512bh)panel[j / 2][1];
 #pragma GCC unroll 16
-        for (int h = 0; h < rows; ++h) {
-          int32_t both;
-          std::memcpy(&both, rounded[h] + j, sizeof(both));
-          const __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
-          kept[h][0] = _mm512_dpbf16_ps(kept[h][0], low, weight);
-          kept[h][1] = _mm512_dpbf16_ps(kept[h][1], high, weight);
-        }
+      for (int h = 0; h < at_once; ++h) {
+        int32_t both;
+        std::memcpy(&both, rounded[h] + j, sizeof(both));
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+        kept[h][0] = _mm512_dpbf16_ps(kept[h][0], low, weight);
+        kept[h][1] = _mm512_dpbf16_ps(kept[h][1], high, weight);
       }
-#pragma GCC unroll 16
-      for (int h = 0; h < rows; ++h)
-#pragma GCC unroll 16
-        for (int i = 0; i < 2; ++i) _mm512_storeu_ps(sums[h] + (p + i) * 16, kept[h][i]);
     }
+#pragma GCC unroll 16
+    for (int h = 0; h < at_once; ++h)
+#pragma GCC unroll 16
+      for (int i = 0; i < 2; ++i) _mm512_storeu_ps(sums[h] + column + i * 16, kept[h][i]);
   }
 
   // Adds the weighted values of all tokens; what only some of them see, a token at a time, so that
