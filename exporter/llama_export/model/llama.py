@@ -11,7 +11,7 @@ compute dtype where the reference implementation (transformers' Llama) rounds it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,17 @@ INV_FREQ = "model.rotary_emb.inv_freq"
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines [..., 1, D] of the angles of a call's tokens."""
+
+Choice = Callable[[Tensor], Tensor]
+"""Of a tensor with all tokens, those that the last layer goes on with."""
+
+
+def _all(x: Tensor) -> Tensor:
+    return x
+
+
+def _last(x: Tensor) -> Tensor:
+    return x[:, -1:]
 
 
 def _closing(form: Formulation) -> type[Linear]:
@@ -56,15 +67,20 @@ class Attention(nn.Module):
         self.o_proj = _closing(form)(q_width, hidden, form, bias=bias)
 
     def forward(
-        self, x: Tensor, turn: Turn, context: Context | Grouped, state: State | None
+        self,
+        x: Tensor,
+        turn: Turn,
+        context: Context | Grouped,
+        state: State | None,
+        asked: Choice,
     ) -> Tensor:
         q, k, v = together(x, self.q_proj, self.k_proj, self.v_proj)
         if isinstance(context, Grouped):
             assert state is not None
-            return self.o_proj(context.mix(q, k, v, turn, state))
+            return self.o_proj(asked(context.mix(q, k, v, turn, state)))
         q, k, v = map(self._heads, (q, k, v))
         q, k = self.form.kept(rope.rotate(q, *turn)), rope.rotate(k, *turn)
-        mixed = context.mix(q, k, v, state).to(x.dtype)
+        mixed = asked(context.mix(q, k, v, state)).to(x.dtype)
         return self.o_proj(self.form.kept(mixed.flatten(-2)))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -99,10 +115,16 @@ class Layer(nn.Module):
         self.form = form
 
     def forward(
-        self, x: Tensor, turn: Turn, context: Context | Grouped, state: State | None
+        self,
+        x: Tensor,
+        turn: Turn,
+        context: Context | Grouped,
+        state: State | None,
+        asked: Choice,
     ) -> Tensor:
         kept = self.form.kept
-        x = kept(x + self.self_attn(kept(self.input_layernorm(x)), turn, context, state))
+        mixed = self.self_attn(kept(self.input_layernorm(x)), turn, context, state, asked)
+        x = kept(asked(x) + mixed)
         return kept(x + self.mlp(kept(self.post_attention_layernorm(x))))
 
 
@@ -157,12 +179,12 @@ class Llama(nn.Module):
 
     def next_token(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after the last of tokens [B, S]."""
-        return self._head(self._hidden(tokens, contexts.whole(tokens))[:, -1])
+        return self._head(self._hidden(tokens, contexts.whole(tokens), asked=_last)[:, -1])
 
     def prefill(self, tokens: Tensor, pos: Tensor, states: Sequence[State]) -> Tensor:
         """Logits [B, V] after tokens [B, S] at positions pos to pos + S - 1."""
         context = contexts.following(self.form, tokens, pos, states)
-        return self._head(self._hidden(tokens, context, states)[:, -1])
+        return self._head(self._hidden(tokens, context, states, _last)[:, -1])
 
     def decode(self, tokens: Tensor, pos: Tensor, states: Sequence[State]) -> Tensor:
         """Logits [B, V] after one token a row, tokens [B, 1], all at position pos."""
@@ -179,8 +201,10 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits [M, V] after token lengths[m]-1; prompt m of tokens [M, S] fills row slots[m]."""
         context = contexts.prompts(tokens, slots, lengths, capacity_of(states))
-        x = self._hidden(tokens, context, states)
-        return self._head(x[torch.arange(tokens.shape[0], device=x.device), lengths.long() - 1])
+        order = torch.arange(tokens.shape[0], device=tokens.device)
+        last = (lengths.long() - 1)[:, None]
+        x = self._hidden(tokens, context, states, lambda x: x[order[:, None], last])
+        return self._head(x[:, 0])
 
     def prefill_packed(
         self,
@@ -193,7 +217,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits [B, V] at packed index last[b]; token p of [P] is kept at rows[p], positions[p]."""
         context = contexts.packed(positions, segments, rows)
-        return self._head(self._hidden(tokens, context, states)[last.long()])
+        return self._head(self._hidden(tokens, context, states, lambda x: x[last.long()]))
 
     def step_packed(
         self,
@@ -232,7 +256,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits [rows, V] at packed index last[r]; token p of [P] is kept at pool slot slots[p]."""
         context = contexts.paged(self.form, positions, slots, rows, table, states)
-        return self._head(self._hidden(tokens, context, states)[last.long()])
+        return self._head(self._hidden(tokens, context, states, lambda x: x[last.long()]))
 
     def step_paged(
         self,
@@ -310,13 +334,20 @@ class Llama(nn.Module):
         return -(weights * self.log_probs_packed(tokens, positions, segments, targets)).sum()
 
     def _hidden(
-        self, tokens: Tensor, context: Context | Grouped, states: Sequence[State] | None = None
+        self,
+        tokens: Tensor,
+        context: Context | Grouped,
+        states: Sequence[State] | None = None,
+        asked: Choice = _all,
     ) -> Tensor:
+        """The stream of the tokens that are asked for, which the last layer finishes alone."""
         x = self.model.embed_tokens.rows(tokens)
         cos, sin = rope.rotations(context.positions, self.model.rotary_emb.inv_freq, x.dtype)
         turn = self.form.kept(cos[..., None, :]), self.form.kept(sin[..., None, :])
+        end = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, turn, context, None if states is None else states[i])
+            state = None if states is None else states[i]
+            x = layer(x, turn, context, state, asked if i == end else _all)
         return self.form.kept(self.model.norm(x))
 
     def _head(self, x: Tensor) -> Tensor:
@@ -346,6 +377,10 @@ class Llama(nn.Module):
         context: Mixed,
         states: Sequence[State],
     ) -> Tensor:
-        x = self._hidden(torch.cat((tokens, step_tokens[:, 0])), context, states)
         num_prompt = tokens.shape[0]
-        return self._head(torch.cat((x[:num_prompt][last.long()], x[num_prompt:])))
+
+        def asked(x: Tensor) -> Tensor:
+            return torch.cat((x[:num_prompt][last.long()], x[num_prompt:]))
+
+        every = torch.cat((tokens, step_tokens[:, 0]))
+        return self._head(self._hidden(every, context, states, asked))
