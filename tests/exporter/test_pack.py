@@ -195,3 +195,15 @@ def test_the_same_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
         pack(tmp_path / "m", tmp_path / name)
     file = "weights.safetensors"
     assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_the_bytes_are_the_same_whatever_the_size_of_a_large_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    write_tiny(tmp_path / "m")
+    (tmp_path / "whole").mkdir()
+    whole, _ = pack(tmp_path / "m", tmp_path / "whole")
+    monkeypatch.setattr("llama_export.pack._LARGE_PAGE", size)
+    path, _ = pack(tmp_path / "m", tmp_path)
+    assert path.read_bytes() == whole.read_bytes()

@@ -1,8 +1,9 @@
-"""The kernels of `llama_export::products` in native code, `kernels/products.h` and `integers.h`.
+"""The kernels of `llama_export::products` in native code, `products.h` and others in `kernels`.
 
 Inductor puts a multiply and reduce into functions that hold a whole network, and reads the weights
-that share an input side by side. These kernels read them one after the other, at the speed of the
-memory; their source depends on shapes and dtypes alone, so that all layers share one function.
+that share an input side by side. These kernels read them at the speed of the memory, each thread a
+part that lies together in a few streams; their source depends on shapes and dtypes alone, so that
+all layers share one function.
 """
 
 from __future__ import annotations
