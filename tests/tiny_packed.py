@@ -19,6 +19,8 @@ from tests.tiny import tiny_config, tiny_tensors, write_tokenizer, write_weights
 from tests.tiny_fp8 import LINEARS
 
 Array = np.ndarray[Any, Any]
+Change = Callable[[dict[str, torch.Tensor]], object]
+Q0, O0, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "lm_head"
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns lies in the i-th four bits."""
 GROUP_SIZE = 32
@@ -260,3 +262,7 @@ def _decoded(module: str, tensors: dict[str, torch.Tensor], scheme: dict[str, An
             values.append((code - zero) * rows[i][group])
         found[i] = torch.tensor(values, dtype=torch.float64).float()
     return found
+
+
+def put(name: str, tensor: torch.Tensor) -> Change:
+    return lambda tensors: tensors.update({name: tensor})

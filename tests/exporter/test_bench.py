@@ -1,29 +1,17 @@
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from llama_artifacts.bundle import open_bundle
-from llama_artifacts.errors import (
-    BuildError,
-    CompatibilityError,
-    InputError,
-    LlamaExportError,
-    VerificationError,
-)
+from llama_artifacts.errors import BuildError, CompatibilityError, InputError, LlamaExportError
 from llama_artifacts.manifest import Manifest, Program
-from llama_export.bench import figures, plot, remote, rounds, setting, worker
-from llama_export.bench.methods import Setup
-from llama_export.bench.peers import bundle as bundle_peer
-from llama_export.bench.peers import transformers as transformers_peer
+from llama_export.bench import figures, plot, setting
 from llama_export.bench.record import record
 from llama_export.bench.setting import make_setting
 from llama_export.bench.tokens import agreement
@@ -36,7 +24,6 @@ from llama_export.page.timings import (
     Workload,
     read_timings,
 )
-from llama_export.report import Reporter
 from tests.cli.synthetic import MODEL, PAGED, PROGRAMS, write_bundle
 
 MACHINE = Machine("cpu", 2, 80e9, 900e9, 500e9)
@@ -165,187 +152,6 @@ def test_more_requests_in_flight_than_rows_are_refused(tmp_path: Path) -> None:
 def test_agreement(actual: list[int], margin: float, is_good: bool, text: str) -> None:
     found = agreement([1, 2, 3], actual, 0.25, lambda count, token: margin)
     assert (found.is_good, str(found)) == (is_good, text)
-
-
-# Rounds, with processes that are none
-
-
-class Fake:
-    """Says `tokens`, each run a second slower than the one before; the others are its `log`."""
-
-    def __init__(self, name: str, tokens: Sequence[int], log: list[str]) -> None:
-        self.name, self.tokens, self.log = name, tokens, log
-        self.load_s = 2.0
-        self.num_runs = 0
-
-    def call(self, do: str, **values: Any) -> dict[str, Any]:
-        if do == "generate":
-            self.log.append(self.name)
-            self.num_runs += 1
-            tokens = list(self.tokens[: values["num_new"]])
-            return {"tokens": tokens, "ttft_s": self.num_runs, "decode_s": 2.0}
-        if do == "logits":
-            logits = np.zeros(128, np.float32)
-            logits[10], logits[11] = 1.0, 0.9 if self.name == "bundle" else 0.8
-            return {"logits": base64.b64encode(logits.tobytes()).decode()}
-        if do == "measure":
-            return {"read_bytes_s": 80e9, "bf16_flop_s": 900e9, "f32_flop_s": 500e9}
-        if do == "peak":
-            return {"peak_memory_bytes": 1000}
-        return {"label": self.name, "versions": {self.name: "1"}, "disk_bytes": 5}
-
-    def mark_loaded(self) -> None:
-        self.log.append(f"{self.name} loaded")
-
-    def close(self) -> None:
-        self.log.append(f"{self.name} closed")
-
-
-def measured(
-    tmp_path: Path,
-    says: Sequence[int],
-    monkeypatch: pytest.MonkeyPatch,
-    name: Any = "decode",
-    **options: Any,
-) -> tuple[Timings, list[str]]:
-    log: list[str] = []
-
-    def start(kind: str, setup: Setup) -> Fake:
-        return Fake(setup.method, [10] * 5 if setup.method == "bundle" else says, log)
-
-    monkeypatch.setattr(figures, "step_weight_bytes", lambda *args: 1_000_000_000)
-    made = make_setting(
-        write_bundle(tmp_path / "b"),
-        name,
-        runs=2,
-        threads=2,
-        new_tokens=5 if name == "decode" else 1,
-        peers=("transformers",),
-        **options,
-    )
-    timings = rounds.measure(
-        made,
-        tmp_path,
-        reporter=Reporter(),
-        start=start,
-        start_machine=lambda threads: Fake("machine", (), log),
-    )
-    return timings, log
-
-
-def test_methods_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timings, log = measured(tmp_path, [10] * 5, monkeypatch)
-    warm = log.index("bundle", log.index("transformers loaded"))
-    assert log[warm:] == [
-        *["bundle", "transformers"] * 3,
-        "machine closed",
-        "transformers closed",
-        "bundle closed",
-    ]
-    own, peer = timings.rows
-    # The load and the warm-up were the first two runs; those that count took 3 and 4 seconds.
-    assert (own.ttft_ms, own.ttft_ms_range) == (3500, (3250, 3750))
-    assert (own.decode_tok_s, own.load_s) == (2, 2.0)
-    assert own.roofline_share == pytest.approx((1e9 + 256 * 34.5) * 2 / 80e9)
-    assert peer.notes == "tokens equal: 5 of 5"
-    assert peer.max_logit_difference == pytest.approx(0.1)
-    assert timings.machine is not None
-    assert timings.machine.read_bytes_s == 80e9
-    assert timings.versions == {"bundle": "1", "transformers": "1"}
-
-
-def test_a_tie_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timings, _ = measured(tmp_path, [10, 10, 11, 10, 10], monkeypatch)
-    assert timings.rows[1].notes == "tokens equal: 2 of 5, then a tie (0.1)"
-
-
-def test_a_peer_that_says_something_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(VerificationError, match=r"transformers: .* got 2 of 5, then another \(1\)"):
-        measured(tmp_path, [10, 10, 12, 10, 10], monkeypatch)
-
-
-def test_loads_are_starts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timings, log = measured(tmp_path, [10] * 5, monkeypatch, "load")
-    assert log.count("bundle loaded") == log.count("bundle closed") == 3
-    assert timings.rows[0].load_s_range == (2.0, 2.0)
-    assert timings.rows[0].ttft_ms is None
-
-
-# The worker
-
-
-class Echo:
-    label, versions, files = "echo", {"echo": "1"}, ()
-
-    def generate(self, prompt: Sequence[int], num_new: int) -> Iterator[int]:
-        yield from [*prompt][:num_new]
-
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(tokens, dtype=torch.float32)
-
-
-def test_a_worker_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "open_calls", lambda kind, values: worker._MethodCalls(Echo()))
-    calls = [
-        {"kind": "method", "setup": {}},
-        {"do": "describe"},
-        {"do": "generate", "prompt": [4, 5, 6], "num_new": 2},
-        {"do": "logits", "tokens": [1, 2]},
-        {"do": "peak"},
-    ]
-    replies: list[Any] = []
-    worker.serve(iter(map(json.dumps, calls)), replies.append)
-    assert replies[0] == {}
-    assert replies[1]["disk_bytes"] == 0
-    assert replies[2]["tokens"] == [4, 5]
-    assert np.frombuffer(base64.b64decode(replies[3]["logits"]), np.float32).tolist() == [1, 2]
-    assert replies[4]["peak_memory_bytes"] > 10_000_000
-
-
-@pytest.mark.slow
-def test_a_process_passes_known_failures_on(tmp_path: Path) -> None:
-    setup = Setup("bundle", tmp_path / "none", tmp_path, 1, 8)
-    with pytest.raises(LlamaExportError, match="none"):
-        remote.start("method", setup)
-
-
-def test_a_process_that_dies_is_told_with_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "WORKER", "no_such_module_here")
-    with pytest.raises(CompatibilityError, match=r"ended with status 1: .*no_such_module_here"):
-        remote.start_machine(1)
-
-
-@pytest.mark.slow
-def test_the_bundle_in_a_process(tiny_bundle: Path, tmp_path: Path) -> None:
-    setup = Setup("bundle", tiny_bundle, tmp_path, 1, 8, format="pt2")
-    process = remote.start("method", setup)
-    try:
-        run = remote.generate(process, (5, 6, 7), 2)
-        assert len(run.tokens) == 2
-        assert int(remote.logits(process, (5, 6, 7)).argmax()) == run.tokens[0]
-        assert process.call("describe")["label"] == "pt2"
-    finally:
-        process.close()
-
-
-@pytest.mark.slow
-def test_transformers_says_what_the_bundle_says(tiny_bundle: Path, tmp_path: Path) -> None:
-    setup = Setup("transformers", tiny_bundle, tmp_path, 1, 16)
-    own = bundle_peer.open(dataclasses.replace(setup, method="bundle", format="pt2"))
-    peer = transformers_peer.open(setup)
-    assert [*peer.generate((5, 6, 7), 8)] == [*own.generate((5, 6, 7), 8)]
-    torch.testing.assert_close(peer.logits((5, 6)), own.logits((5, 6)), rtol=0, atol=1e-4)
-
-
-def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(transformers_peer, "version", lambda name: None)
-    with pytest.raises(CompatibilityError, match="`transformers`, which is not installed") as got:
-        transformers_peer.prepare(Setup("transformers", tmp_path, tmp_path, 1, 8))
-    assert got.value.hint == "pip install transformers"
 
 
 # What is kept and drawn

@@ -12,7 +12,7 @@ from llama_artifacts.bundle import open_bundle
 from llama_artifacts.errors import CompatibilityError
 from llama_export.bench.setting import _check_beside
 from tests.cli.synthetic import MODEL, write_bundle
-from tests.exporter.test_bench import Fake, measured
+from tests.exporter.benches import Fake, measured
 
 
 def test_another_bundle_takes_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from llama_export.checkpoint.open import open_checkpoint
 from llama_export.checkpoint.source import TensorInfo
 from llama_export.report import Reporter
 from tests.cli.synthetic import write_bundle
-from tests.exporter.test_bench import Fake
+from tests.exporter.benches import Fake
 
 
 def make(folder: Path, **options: Any) -> Setting:

@@ -19,7 +19,7 @@ from llama_export.bench.setting import Setting, make_setting
 from llama_export.page.timings import Timings
 from llama_export.report import Reporter
 from tests.cli.synthetic import PAGED, PROGRAMS, write_bundle
-from tests.exporter.test_bench import Fake
+from tests.exporter.benches import Fake
 
 
 @dataclasses.dataclass

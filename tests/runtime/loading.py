@@ -10,20 +10,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
+import llama_runtime
 from llama_artifacts import manifest_file
 from llama_artifacts.digests import describe
-from llama_artifacts.manifest import FILE_NAME, FORMATS, WEIGHTS_NAME, Manifest, Program
+from llama_artifacts.errors import IntegrityError
+from llama_artifacts.manifest import FILE_NAME, FORMATS, WEIGHTS_NAME, Format, Manifest, Program
 from llama_artifacts.safetensors import read_header
-from llama_runtime import Entry, States
+from llama_runtime import Entry, LoadedBundle, States
 
 FORMAT_NAMES = list(FORMATS)
+each_format = pytest.mark.parametrize("format", FORMAT_NAMES)
 POISON = 1e4
 MAX_SEQ, BATCH, VOCAB_SIZE = 256, 2, 128
 SCRATCH = MAX_SEQ - 1
 LOGITS_ATOL = 1e-5
+TOKENS = [[3, 4, 5], [6, 7, 8]]
+Loaded = dict[str, LoadedBundle]
+PROMPT = [[1, 5, 9, 33, 2, 17], [7, 7, 4, 3, 90, 6]]
 
 
 @functools.cache
@@ -51,8 +58,9 @@ def random_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, shape, generator=generator, dtype=torch.int32)
 
 
-def poisoned(entry: Entry) -> States:
-    states = entry.new_states()
+def poisoned(entry: Entry, **sizes: int) -> States:
+    """New states, a large number wherever nothing was written."""
+    states = entry.new_states(**sizes)
     for tensor in states.values():
         tensor.fill_(POISON)
     return states
@@ -121,3 +129,22 @@ def program_file(bundle: Path, entry: str, format: str) -> Path:
         if (program.entry, program.format) == (entry, format):
             return bundle / program.file
     raise KeyError(entry, format)
+
+
+def logits(folder: Path, format: Format, entry: str = "next_token") -> torch.Tensor:
+    result = llama_runtime.load(folder, format=format).entry(entry)(tokens=TOKENS)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def refusal(folder: Path, format: Format, entry: str = "next_token") -> str:
+    with pytest.raises(IntegrityError) as caught:
+        llama_runtime.load(folder, format=format).entry(entry)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

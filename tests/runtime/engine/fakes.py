@@ -192,3 +192,10 @@ def check(engine: Engine) -> None:
 
 def tokens_of(outputs: Sequence[Output]) -> list[int]:
     return [output.token for output in outputs if output.token is not None]
+
+
+def alone(bundle: Any, one: Request, **options: Any) -> list[Output]:
+    """What the request gets in an engine of its own, without a cache."""
+    engine = engine_of(bundle, **{"rows": 1, "has_prefix_cache": False, **options})
+    engine.add(one)
+    return finish(engine)[one.id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
 import threading
 import time
 import urllib.error
@@ -16,14 +17,19 @@ from typing import Any
 import openai
 from fastapi import FastAPI
 
+from llama_runtime.engine import Request
 from llama_runtime.server.app import Limits, create_app
 from llama_runtime.server.jobs import Served
 from llama_runtime.server.run import Address, Server, bind, url
 from llama_runtime.server.worker import Worker
 from llama_runtime.tokenizer import Tokenizer
+from tests.runtime.server.fakes import Answer
 
 MODEL, KEY = "tiny", "secret"
 WAIT_SECONDS = 20.0
+SAID = "Hello, world 😀!"
+TALK: Any = [{"role": "user", "content": "hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass
@@ -104,3 +110,19 @@ def serve_fake(
     worker = Worker(engine, max_open=engine.num_rows + max_queue)
     limits = Limits(engine.num_rows, max_queue, max_body_bytes, api_key, hosts)
     return running(create_app(served, worker, limits), worker, grace_s=grace_s)
+
+
+class Script:
+    """What the engine answers, whoever asks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.said: Answer = [*tokenizer.encode(SAID, add_special_tokens=False), None]
+
+    def __call__(self, request: Request) -> Answer:
+        return self.said
+
+
+def curl(*words: str) -> str:
+    command = ["curl", "--silent", "--show-error", "--no-buffer", "--max-time", "20", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
