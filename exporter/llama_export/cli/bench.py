@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llama_artifacts.codec import encode
-from llama_artifacts.manifest import Format
 from llama_artifacts.summary import show_bytes
 from llama_export.bench.methods import PEERS
 from llama_export.cli import output
@@ -176,20 +175,12 @@ def command(
     *,
     bundle: Path,
     workload: WorkloadName,
-    peers: tuple[str, ...],
-    beside: tuple[Path, ...],
     runs: int | None,
-    prompt_len: int | None,
-    new_tokens: int | None,
-    requests: int | None,
-    concurrency: int | None,
-    alone: int | None,
-    formats: tuple[Format, ...],
     threads: int | None,
-    weights_dir: Path | None,
     record: bool,
     plot: Path | None,
     as_json: bool,
+    **choices: Any,
 ) -> None:
     """Measure how fast a bundle runs.
 
@@ -205,24 +196,12 @@ def command(
     token and from there to each next one, the most pages in use, and the share of the engine's time
     that no program takes. The first requests, served one at a time, must have the same tokens.
     """
-    serving = {"requests": requests, "concurrency": concurrency, "alone": alone}
-    _check_usage(workload, (*peers, *map(str, beside)), formats, plot, serving)
+    _check_usage(workload, plot, choices)
     from llama_export.bench.machine import num_cores
     from llama_export.bench.setting import make_setting
 
-    setting = make_setting(
-        bundle,
-        workload,
-        runs=runs or (1 if workload == "build" else 5),
-        threads=threads or num_cores(),
-        prompt_len=prompt_len,
-        new_tokens=new_tokens,
-        formats=formats,
-        peers=peers,
-        **serving,
-        weights_dir=weights_dir,
-        beside=beside,
-    )
+    runs = runs or (1 if workload == "build" else 5)
+    setting = make_setting(bundle, workload, runs=runs, threads=threads or num_cores(), **choices)
     timings = _measure(setting, plot)
     if record:
         from llama_export.bench.record import record as keep
@@ -234,21 +213,16 @@ def command(
         _show(timings)
 
 
-def _check_usage(
-    workload: str,
-    others: tuple[str, ...],
-    formats: tuple[Format, ...],
-    plot: Path | None,
-    serving: Mapping[str, int | None],
-) -> None:
-    for name, value in serving.items():
-        if workload != "serve" and value is not None:
+def _check_usage(workload: str, plot: Path | None, choices: Mapping[str, Any]) -> None:
+    for name in ("requests", "concurrency", "alone"):
+        if workload != "serve" and choices[name] is not None:
             raise click.UsageError(f"`--{name}` needs `--workload serve`, got {workload}")
+    others = (*choices["peers"], *choices["beside"])
     if workload == "serve" and others:
         raise click.UsageError("`--workload serve` compares with one request at a time, no PEER")
     if workload == "build" and others:
         raise click.UsageError("`--workload build` compares with the cache, no PEER")
-    if workload in ("serve", "build") and len(formats) > 1:
+    if workload in ("serve", "build") and len(choices["formats"]) > 1:
         raise click.UsageError(f"`--workload {workload}` takes one `--format`")
     if plot is not None and workload not in ("decode", "prefill"):
         raise click.UsageError("`--plot` needs the workload decode or prefill")
