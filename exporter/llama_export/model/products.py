@@ -6,6 +6,7 @@ Shape letters: R rows, H in, V out; `...` the axes of a call's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,18 +39,6 @@ def products(
     return y.to(x_RH.dtype) if is_rounded else y
 
 
-@products.register_fake
-def _(
-    x_RH: Tensor,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    minima: Sequence[Tensor],
-    is_rounded: bool,
-) -> Tensor:
-    size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
-    return x_RH.new_empty(size, dtype=x_RH.dtype if is_rounded else torch.float32)
-
-
 @torch.library.custom_op("llama_export::fp8_products", mutates_args=())
 def fp8_products(
     x_RH: Tensor,
@@ -72,13 +61,11 @@ def fp8_products(
     return y.to(x_RH.dtype) if is_rounded else y
 
 
-@fp8_products.register_fake
-def _(
-    x_RH: Tensor,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    is_exact: bool,
-    is_rounded: bool,
-) -> Tensor:
+def _without_values(x_RH: Tensor, weights: Sequence[Tensor], *others: Any) -> Tensor:
+    """What either operator gives, for a trace; the last argument says whether it is rounded."""
     size = (x_RH.shape[0], sum(weight.shape[0] for weight in weights))
-    return x_RH.new_empty(size, dtype=x_RH.dtype if is_rounded else torch.float32)
+    return x_RH.new_empty(size, dtype=x_RH.dtype if others[-1] else torch.float32)
+
+
+products.register_fake(_without_values)
+fp8_products.register_fake(_without_values)
