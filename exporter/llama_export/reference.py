@@ -170,7 +170,7 @@ def load_model(
     """
     bundle = open_bundle(folder)
     places = find_weights(bundle, weights_dir=weights_dir)
-    library = _transformers()
+    library = import_library()
     weights = _weights(bundle, bundle_weights(bundle.manifest, places), dtype)
     inv_freq = weights.pop(INV_FREQ, None)
     if inv_freq is None:
@@ -190,7 +190,7 @@ def new_cache(model: transformers.LlamaForCausalLM, max_len: int | None) -> dict
         model: of `load_model`.
         max_len: positions of a cache of a fixed size, whose step compiles once; None: it grows.
     """
-    library = _transformers()
+    library = import_library()
     # Newer releases call the argument another name, and warn of the older one.
     known = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in known else "past_key_values"
@@ -233,7 +233,12 @@ def _check_inv_freq(stored: torch.Tensor, expected: torch.Tensor) -> CheckResult
     )
 
 
-def _transformers() -> Any:
+def import_library() -> Any:
+    """`transformers`.
+
+    Raises:
+        CompatibilityError: it is not installed.
+    """
     try:
         import transformers
     except ImportError as cause:

@@ -53,6 +53,7 @@ def test_samples_are_shown_as_a_short_table(monkeypatch: pytest.MonkeyPatch) -> 
     fakes.install(
         monkeypatch,
         "llama_export.reference",
+        import_library=lambda: None,
         Reference=reference,
         check=lambda *args, **settings: [replace(GOOD, law="transformers")],
     )
@@ -77,19 +78,21 @@ def test_samples_are_shown_as_a_short_table(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_bundle_that_failed_is_not_compared_or_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     install_verify(monkeypatch, BAD)
-    fakes.install(monkeypatch, "llama_export.reference")  # without the names that are imported
+    found = {"import_library": lambda: None}  # without the names that a comparison imports
+    fakes.install(monkeypatch, "llama_export.reference", **found)
     result = invoke("verify", "b", "--against", "transformers", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["samples"] == []
 
 
-def test_transformers_that_is_not_there(
-    short_bundle: Path, monkeypatch: pytest.MonkeyPatch
+def test_transformers_that_is_not_there_is_told_before_any_check(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("llama_export.verify.verify", None)  # it cannot be called
     monkeypatch.setitem(sys.modules, "transformers", None)
-    result = invoke("verify", short_bundle, "--against", "transformers", "--format", "pt2")
+    result = invoke("verify", "b", "--against", "transformers")
     assert result.exit_code == 1
-    assert result.stderr.endswith(
+    assert result.stderr == (
         "error: the reference needs `transformers`, which is not installed\n"
         "hint: pip install transformers\n"
     )

@@ -193,6 +193,10 @@ def _run(
     """What every check gave, and samples where the reference was asked for."""
     from llama_export.verify import verify
 
+    if checks.against is not None:  # before minutes of laws
+        from llama_export.reference import import_library
+
+        import_library()
     choices = {**checks.choices(), "weights_dir": weights_dir}
     with output.reporter() as reporter:
         results = verify(
