@@ -20,6 +20,7 @@ from llama_export import build as building
 from llama_export.build import build
 from llama_export.lower import aoti, onnx, pt2
 from llama_export.lower.backend import Lowered, Place
+from llama_export.lower.failures import known_failures
 from llama_export.recipe import Recipe
 from llama_export.trace import Job
 from tests.exporter.builds import refused
@@ -164,6 +165,23 @@ def test_a_failure_of_a_library_names_the_program(
 
     monkeypatch.setattr(torch.export, "save", save)
     assert refused(recipe).startswith("decode pt2: cannot be made: ")
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("x.cpp: In function:\nx.cpp:7:3: error: 'v' was not declared\n  v = 1;", "CXX"),
+        ("g++: fatal error: Killed signal terminated program cc1plus", "--jobs 1"),
+        ("x.s: fatal error: cannot write: No space left on device", "TMPDIR"),
+        ("PytorchStreamWriter failed writing file", "TMPDIR"),
+    ],
+    ids=["code", "memory", "disk", "archive"],
+)
+def test_a_hint_fits_what_a_compiler_said(tmp_path: Path, said: str, hint: str) -> None:
+    with pytest.raises(BuildError) as caught, known_failures("decode aoti", tmp_path):
+        raise RuntimeError(said)
+    hints = ("CXX", "--jobs 1", "TMPDIR")
+    assert [part for part in hints if part in (caught.value.hint or "")] == [hint]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(
