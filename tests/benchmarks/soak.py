@@ -142,7 +142,8 @@ class Client:
 
 def soak(bundle: Path, *, num_requests: int, num_at_once: int, seed: int = 0) -> Report:
     """Starts the server, sends so many requests and ends the server."""
-    words = ["serve", str(bundle), "--port", "0", "--rows", "8", "--pages", "96", "--threads", "1"]
+    options = "--port 0 --rows 8 --pool-pages 96 --threads 1"
+    words = ["serve", str(bundle), *options.split()]
     command = [sys.executable, "-c", SCRIPT, *words]
     # A file, not a pipe: a server that complains much must not wait for a reader.
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:

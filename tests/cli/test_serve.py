@@ -18,7 +18,7 @@ from tests.cli.running import environment, invoke, start
 @pytest.fixture(scope="module")
 def served(tiny_packed_bundle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address."""
-    words = [tiny_packed_bundle, "--port", 0, "--rows", 4, "--threads", 1]
+    words = [tiny_packed_bundle, "--port", 0, "--rows", 4, "--pool-pages", 64, "--threads", 1]
     env = environment(LLAMA_EXPORT_API_KEY="secret")
     with start("serve", *words, env=env) as process:
         assert process.stderr is not None

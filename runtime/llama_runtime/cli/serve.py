@@ -139,12 +139,13 @@ class ServerOptions:
     help="Requests that run at the same time.",
 )
 @option(
-    "--pages",
+    "--pool-pages",
+    "pages",
     group=BATCH,
     type=click.IntRange(min=1),
     metavar="N",
     show_default="enough for every row, up to 2 GiB",
-    help="Pages of the pool, which all requests share.",
+    help="Pages of the pool, which all requests share, page 0 aside.",
 )
 @option(
     "--token-budget",
