@@ -32,27 +32,10 @@ _MERGED = 32  # splits that are merged at once
 
 @triton.jit
 def _attend(
-    q,
-    keys,
-    values,
-    table,
-    rows,
-    positions,
-    tops,
-    totals,
-    mixed,
-    num_splits,
-    num_columns,
-    SCALE: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    SPLIT_LEN: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    q, keys, values, table, rows, positions, tops, totals, mixed, num_splits, num_columns,
+    SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One split of one token's places, for the G query heads of one key/value head."""
     token, shared, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = split * SPLIT_LEN
@@ -97,18 +80,10 @@ def _attend(
 
 @triton.jit
 def _merge(
-    tops,
-    totals,
-    mixed,
-    positions,
-    y,
-    num_splits,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    SPLIT_LEN: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    tops, totals, mixed, positions, y, num_splits,
+    N: tl.constexpr, D: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The splits of one token and query head that have places up to its position."""
     token = tl.program_id(0)
     own = (token * N + tl.program_id(1)).to(tl.int64)

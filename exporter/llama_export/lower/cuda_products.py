@@ -40,24 +40,11 @@ def _columns(place, IS_PACKED: tl.constexpr):
 
 @triton.jit
 def _added(
-    sums,
-    codes,
-    x,
-    scale,
-    minimum,
-    rows,
-    start,
-    num_rows,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    SPANS: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    HAS_MIN: tl.constexpr,
-):
+    sums, codes, x, scale, minimum, rows, start, num_rows,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, BLOCK_R: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_EXACT: tl.constexpr, HAS_MIN: tl.constexpr,
+):  # fmt: skip
     """The sums and the products of codes [BLOCK_V, SPANS, SPAN], from place `start` on, with x.
 
     NUM_GROUPS: of a row that have scales; 0: no scale, or one that is applied to the sum.
@@ -88,36 +75,14 @@ def _added(
 
 @triton.jit
 def _multiply(
-    x,
-    w0,
-    w1,
-    w2,
-    s0,
-    s1,
-    s2,
-    m0,
-    m1,
-    m2,
-    y,
-    num_rows,
-    V0: tl.constexpr,
-    V1: tl.constexpr,
-    V2: tl.constexpr,
-    TOTAL: tl.constexpr,
-    OFFSET_Y: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    SPANS: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    IS_SCALED_AFTER: tl.constexpr,
-    HAS_MIN: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    x, w0, w1, w2, s0, s1, s2, m0, m1, m2, y, num_rows,
+    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    TOTAL: tl.constexpr, OFFSET_Y: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_SCALED_AFTER: tl.constexpr,
+    HAS_MIN: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     """X [R, WIDTH] times up to three weights of V0, V1 and V2 rows, into columns of y [R, TOTAL]."""
     block = tl.program_id(0)
     second: tl.constexpr = (V0 + BLOCK_V - 1) // BLOCK_V
@@ -143,44 +108,14 @@ def _multiply(
         if IS_PACKED:
             high = (codes >> 4).to(tl.int32) - OFFSET
             sums = _added(
-                sums,
-                high,
-                x + _HALF,
-                scale,
-                minimum,
-                rows,
-                start,
-                num_rows,
-                WIDTH,
-                STRIDE,
-                NUM_GROUPS,
-                SPANS,
-                SPAN,
-                BLOCK_R,
-                IS_PACKED,
-                IS_EXACT,
-                HAS_MIN,
-            )
+                sums, high, x + _HALF, scale, minimum, rows, start, num_rows,
+                WIDTH, STRIDE, NUM_GROUPS, SPANS, SPAN, BLOCK_R, IS_PACKED, IS_EXACT, HAS_MIN,
+            )  # fmt: skip
             codes = (codes & 15).to(tl.int32) - OFFSET
         sums = _added(
-            sums,
-            codes,
-            x,
-            scale,
-            minimum,
-            rows,
-            start,
-            num_rows,
-            WIDTH,
-            STRIDE,
-            NUM_GROUPS,
-            SPANS,
-            SPAN,
-            BLOCK_R,
-            IS_PACKED,
-            IS_EXACT,
-            HAS_MIN,
-        )
+            sums, codes, x, scale, minimum, rows, start, num_rows,
+            WIDTH, STRIDE, NUM_GROUPS, SPANS, SPAN, BLOCK_R, IS_PACKED, IS_EXACT, HAS_MIN,
+        )  # fmt: skip
     if BLOCK_R == 1:
         sums = tl.sum(tl.sum(sums, axis=2), axis=1)[:, None]
     if IS_SCALED_AFTER:
