@@ -77,9 +77,7 @@ struct Attention {
   }
 
   // The logarithm of a row's sum of weights.
-  float log_sum(int h) const {
-    return largest[h] * unit + std::log(sum_of(total[h]));
-  }
+  float log_sum(int h) const { return largest[h] * unit + std::log(sum_of(total[h])); }
 
   // `stride` lies between two tokens of `out`.
   void finish(float* out, int64_t stride) {

@@ -269,9 +269,7 @@ struct Given {
     }
   }
 
-  const float* pairs() const {
-    return reinterpret_cast<const float*>(x);
-  }
+  const float* pairs() const { return reinterpret_cast<const float*>(x); }
 };
 
 // The `block`-th share of the rows of a weight: `columns` of them, in `streams` parts that lie as
