@@ -7,6 +7,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from llama_artifacts.bundle import open_bundle
 from llama_artifacts.errors import CompatibilityError
 from llama_export.bench.methods import PEERS, Setup, adapter
 from llama_export.bench.peers import bundle as bundle_peer
-from llama_export.bench.peers import gguf_file, library, openvino
+from llama_export.bench.peers import gguf_file, library, matmul_nbits, openvino
 from llama_export.checkpoint.config import RopeConfig
 from llama_export.checkpoint.gguf import unpermute_rows
 from llama_export.checkpoint.layout import EIGHT_BITS, PACKED, Codes
@@ -149,6 +151,75 @@ def test_a_file_has_the_weights_of_the_bundle(tiny_bundle: Path, tmp_path: Path)
         np.testing.assert_array_equal(array, expected.float().numpy())
     assert len(weights) == 1  # the rotary frequencies
     assert reader.fields["llama.rope.freq_base"].contents() == 10_000
+
+
+# Codes in operators of ONNX Runtime
+
+
+def coded(seed: int, rows: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    codes, scale = quantize(torch.randn(rows, 64, generator=generator), Codes(dtype, 32))
+    return codes, scale
+
+
+def operator(name: str, rows: int) -> tuple[onnx.NodeProto, list[onnx.TensorProto]]:
+    """As the builder leaves it: with codes of its own, always of four bits."""
+    names = [f"{name}.MatMul.weight_Q4", f"{name}.MatMul.weight_scales"]
+    arrays = (np.zeros((rows, 2, 16), np.uint8), np.zeros((rows, 2), np.float32))
+    sizes = {"K": 64, "N": rows, "bits": 4, "block_size": 32}
+    node = onnx.helper.make_node(
+        "MatMulNBits", ["x", *names], [name], domain="com.microsoft", **sizes
+    )
+    pairs = zip(arrays, names, strict=True)
+    return node, [onnx.numpy_helper.from_array(array, part) for array, part in pairs]
+
+
+def test_operators_get_the_codes_of_a_bundle(tmp_path: Path) -> None:
+    prefix, layer = "model.layers.0.self_attn.", "model.layers.0.attn.qkv_proj"
+    parts = {f"{prefix}{name}_proj": coded(len(name), 8, PACKED) for name in ("q", "k", "v")}
+    # A tied head has the codes of the embedding, of eight bits.
+    parts["model.embed_tokens"] = coded(7, 24, EIGHT_BITS)
+    weights = {f"{module}.weight": codes for module, (codes, _) in parts.items()}
+    weights |= {f"{module}.weight_scale": scale for module, (_, scale) in parts.items()}
+    nodes, tensors = zip(*(operator(name, 24) for name in (layer, "lm_head")), strict=True)
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        nodes,
+        "two products",
+        [value("x", onnx.TensorProto.FLOAT, [1, 64])],
+        [value(name, onnx.TensorProto.FLOAT, [1, 24]) for name in (layer, "lm_head")],
+        [tensor for of_node in tensors for tensor in of_node],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    path = tmp_path / "model.onnx"
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    onnx.save_model(
+        model, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0
+    )
+    matmul_nbits.replace_codes(path, weights)
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(9))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {"x": x.numpy()})
+    values = {name: decode(*part, None, torch.float32) for name, part in parts.items()}
+    head = values.pop("model.embed_tokens")
+    for actual, weight in zip(found, (torch.cat([*values.values()]), head), strict=True):
+        torch.testing.assert_close(torch.from_numpy(actual), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_held"),
+    [
+        (Codes(PACKED, 32), True),
+        (Codes(EIGHT_BITS, 64), True),
+        (Codes(PACKED, 32, has_min=True), False),
+        (Codes(PACKED, 128, has_order=True), False),
+        (Codes(PACKED, 96), False),
+        (Codes(EIGHT_BITS, None), False),
+        (Codes("f8e4m3", 128), False),
+    ],
+)
+def test_codes_that_operators_have(codes: Codes, is_held: bool) -> None:
+    assert matmul_nbits.is_held(codes) is is_held
 
 
 # Engines that are installed

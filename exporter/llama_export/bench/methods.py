@@ -17,7 +17,7 @@ PEERS = {
     "transformers": "the reference, eager",
     "transformers-compiled": "the same through torch.compile, with states of a fixed size",
     "llama.cpp": "through llama-cpp-python, from a GGUF file of the same weights and type",
-    "onnxruntime-genai": "in float32, all that its builder has for unquantised weights on a CPU",
+    "onnxruntime-genai": "with the bundle's codes, activations of eight bits; else in float32",
     "openvino": "OpenVINO GenAI, attention over whole states",
     "openvino-paged": "OpenVINO GenAI, attention over pages, as it does by default",
     "ctranslate2": "in float32, all that it has for unquantised weights on a CPU",

@@ -1,4 +1,8 @@
-"""onnxruntime-genai, over a model of its own builder, which computes in float32 on the CPU."""
+"""onnxruntime-genai, over a model of its own builder.
+
+Integer codes that its operators can hold are the bundle's own, with activations rounded to eight bits as
+its builder has it; the embedding, and all of other bundles, is in float32.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from llama_artifacts.bundle import open_bundle
 from llama_artifacts.errors import CompatibilityError
 from llama_export.bench.methods import Setup
-from llama_export.bench.peers.library import installed
+from llama_export.bench.peers.library import installed, stored_type
+from llama_export.bench.peers.matmul_nbits import has_codes, replace_codes
+from llama_runtime.places import find_weights
+from llama_runtime.weights import bundle_weights
 
 LIBRARY = EXTRA = "onnxruntime-genai"
-CONFIG_NAME = "genai_config.json"
+CONFIG_NAME, MODEL_NAME = "genai_config.json", "model.onnx"
+FLOATS = ("-p", "fp32")
+CODES = ("-p", "int4", "--extra_options", "accuracy_level=4", "shared_embeddings=false")
+"""Words of the builder; the embedding apart, since a shared one has no codes of eight bits."""
 
 
 def prepare(setup: Setup) -> None:
@@ -32,9 +43,23 @@ def prepare(setup: Setup) -> None:
 
     source, folder = setup.scratch / f"{LIBRARY}-source", _folder(setup)
     write_folder(setup, source)
-    words = ["-i", source, "-o", folder, "-p", "fp32", "-e", "cpu", "-c", setup.scratch / "cache"]
+    bundle = open_bundle(setup.folder)
+    words = ["-i", source, "-o", folder, "-e", "cpu", "-c", setup.scratch / "cache"]
+    _run_builder([*map(str, words), *(CODES if has_codes(bundle) else FLOATS)])
+    if has_codes(bundle):
+        places = find_weights(bundle, weights_dir=setup.weights_dir)
+        replace_codes(folder / MODEL_NAME, bundle_weights(bundle.manifest, places))
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text())
+    config["model"]["eos_token_id"] = []  # no token ends a text
+    session = config["model"]["decoder"]["session_options"]
+    session["intra_op_num_threads"] = setup.threads
+    path.write_text(json.dumps(config))
+
+
+def _run_builder(words: Sequence[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "onnxruntime_genai.models.builder", *map(str, words)],
+        [sys.executable, "-m", "onnxruntime_genai.models.builder", *words],
         capture_output=True,
         text=True,
     )
@@ -45,12 +70,6 @@ def prepare(setup: Setup) -> None:
             where=LIBRARY,
             hint="leave this engine out, or try another version of it",
         )
-    path = folder / CONFIG_NAME
-    config = json.loads(path.read_text())
-    config["model"]["eos_token_id"] = []  # no token ends a text
-    session = config["model"]["decoder"]["session_options"]
-    session["intra_op_num_threads"] = setup.threads
-    path.write_text(json.dumps(config))
 
 
 def open(setup: Setup) -> Method:
@@ -68,9 +87,10 @@ class Method:
         self._positions = setup.positions
         self._model = onnxruntime_genai.Model(str(_folder(setup)))
         found = installed(LIBRARY, extra=EXTRA)
-        self.label = f"{LIBRARY} {found}, f32"
+        bundle = open_bundle(setup.folder)
+        self.label = f"{LIBRARY} {found}, {stored_type(bundle) if has_codes(bundle) else 'f32'}"
         self.versions = {LIBRARY: found}
-        self.files = [p for p in _folder(setup).iterdir() if p.name.startswith("model.onnx")]
+        self.files = [p for p in _folder(setup).iterdir() if p.name.startswith(MODEL_NAME)]
 
     def generate(self, prompt: Sequence[int], num_new: int) -> Iterator[int]:
         """Greedy tokens."""
