@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from llama_artifacts import manifest_file
 from llama_artifacts.bundle import put_file, staging
 from llama_artifacts.errors import BuildError
 from llama_artifacts.integrity import check_whole
+from llama_artifacts.manifest import Manifest
 from llama_export.build import build
 from llama_export.recipe import Recipe
 from llama_export.verify import verify
@@ -40,35 +42,45 @@ def old(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 # --- killed ---------------------------------------------------------------------------------------
 
+QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+def command(model: Path, output: Path) -> list[str]:
+    """Another model's build, in a process."""
+    words = ["build", model, "-o", output, "--overwrite", "--no-cache", "-j", "1"]
+    words += ["--entry", "next_token", "--format", "pt2", "--max-seq", "32"]
+    return [sys.executable, "-m", "llama_export", *map(str, words)]
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest, float]:
+    """The other model, the manifest of its bundle, and the seconds that the build takes."""
+    folder = tmp_path_factory.mktemp("new")
+    model = write_tiny(folder / "new", has_tokenizer=False, rms_norm_eps=1e-3)
+    started = time.monotonic()
+    subprocess.run(command(model, folder / "b"), env=environment(), check=True, **QUIET)
+    return model, manifest_file.read(folder / "b"), time.monotonic() - started
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_build_leaves_the_old_bundle_or_the_new_one(
-    tiny_checkpoint: Path, old: Path, tmp_path: Path, number: signal.Signals
+    old: Path, new: tuple[Path, Manifest, float], tmp_path: Path, number: signal.Signals
 ) -> None:
     """At random moments, the first of them while the interpreter starts; then a build succeeds."""
     target = shutil.copytree(old, tmp_path / "bundle")
-    model = write_tiny(tmp_path / "new", has_tokenizer=False, rms_norm_eps=1e-3)
-    words = ["build", model, "-o", target, "--overwrite", "--no-cache", "-j", "1"]
-    words += ["--entry", "next_token", "--format", "pt2", "--max-seq", "32"]
-    command = [sys.executable, "-m", "llama_export", *map(str, words)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = time.monotonic()
-    subprocess.run(command, env=environment(), check=True, **quiet)  # type: ignore[call-overload]
-    whole = time.monotonic() - started
-    before = manifest_file.read(old), manifest_file.read(target)
-    shutil.rmtree(target)
-    shutil.copytree(old, target)
+    model, manifest, whole = new
+    before = manifest_file.read(old), manifest
     moments = random.Random(int(number))
     for _ in range(NUM_KILLS // 2):
-        process = subprocess.Popen(command, env=environment(), **quiet)  # type: ignore[call-overload]
+        process = subprocess.Popen(command(model, target), env=environment(), **QUIET)
         time.sleep(moments.uniform(0, whole))
         process.send_signal(number)
         process.wait()
         assert check_whole(target).manifest in before
-    subprocess.run(command, env=environment(), check=True, **quiet)  # type: ignore[call-overload]
-    assert check_whole(target).manifest == before[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "new"]
+    subprocess.run(command(model, target), env=environment(), check=True, **QUIET)
+    assert check_whole(target).manifest == manifest
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 # --- no space, no leave ---------------------------------------------------------------------------
