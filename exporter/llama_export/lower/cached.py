@@ -3,7 +3,7 @@
 Softmax in one pass over the keys: a block of places at a time, with the largest score and the sum of weights so far (Milakov and
 Gimelshein 2018, online normalizer; Dao et al. 2022, FlashAttention), so that no scores are stored
 and nothing after a token's position is read. Of few tokens, threads take parts of the places, which are put together at the
-end. A token's result does not depend on threads, nor on other tokens beyond their number.
+end. A token's result does not depend on threads, nor on what other tokens hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import llama_export.model.cached  # noqa: F401  # the operator
 from llama_export.lower.kernel import Call, Kernel, headers
 
 FEW = 32
-"""Up to so many tokens, threads share what each of them sees: places in parts, which are put together."""
+"""Up to so many tokens that are not of one text, threads share what each sees: parts, which are put together."""
 
 _BODY = """{{
   constexpr int heads = llama_export::heads_at_once({group}, {width});
@@ -35,7 +35,9 @@ _BODY = """{{
   const auto page = [&](int64_t p, int64_t i, int shared) {{
     return (table[rows[p] * num_columns + i] * {kv_heads}L + shared) * {page}L * {width}L;
   }};
-  if (num <= {few}) {{
+  const auto starts = llama_export::pieces<tokens>(rows, positions, num);
+  const auto num_pieces = static_cast<int64_t>(starts.size()) - 1;
+  if (num <= {few} && num_pieces == num) {{
     llama_export::attend_few<heads, {width}, {page}, {group}>(
         q, keys, values, positions, num, {num_heads}, {scale}f, page, y);
     return;
@@ -45,10 +47,9 @@ _BODY = """{{
         q + p * stride, keys, values, {num_heads}, stride, positions[p] + 1L, {scale}f,
         [&](int64_t i, int shared) {{ return page(p, i, shared); }}, y + p * stride);
   }};
-  const auto starts = llama_export::pieces<tokens>(rows, positions, num);
   // The last see most places: they come first, so that threads end together.
   #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t i = starts.size() - 2; i >= 0; --i) {{
+  for (int64_t i = num_pieces - 1; i >= 0; --i) {{
     if (tokens > 1 && starts[i + 1] - starts[i] == tokens)
       piece(starts[i], std::integral_constant<int, tokens>());
     else

@@ -219,7 +219,7 @@ struct CodedBytes {
   }
 
  private:
-  // Adds what `Here` columns a unit make.
+  // Adds what `Here` columns of a unit make.
   template <int Streams, int Here>
   __attribute__((always_inline)) void add(const int8_t* codes, int u, int64_t far,
                                           const float (&scales)[Streams][Num * Rows::room],
