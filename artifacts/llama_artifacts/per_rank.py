@@ -6,6 +6,7 @@ A process is called a rank. All figures are those of one rank; ranks are alike.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -90,16 +91,21 @@ def collectives(manifest: Manifest, program: Program) -> tuple[Collective, ...]:
     """The collectives of one call of a program; none of a program of one shard.
 
     Each layer sums the stream twice, after the attention's and the feed-forward's output, in
-    float32 so that a sum is rounded once; the head gathers its logits (Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3).
+    float32 so that a sum is rounded once; the last layer sums what is asked for. The head gathers
+    its logits (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
     if program.shards == 1:
         return ()
     num_steps = _num_steps(program)
-    count = 2 * manifest.model.num_layers * num_steps
-    stream = (*_tokens(program), manifest.model.hidden_size)
-    sums = Collective("all_reduce", count, "f32", stream)
-    return (sums, *_of_the_head(manifest, program, num_steps))
+    tokens, asked = _tokens(program), _asked(program)
+    layers = Counter({tokens: manifest.model.num_layers - 1})
+    layers[asked] += 1
+    sums = [
+        Collective("all_reduce", 2 * count * num_steps, "f32", (*of, manifest.model.hidden_size))
+        for of, count in layers.items()
+        if count
+    ]
+    return (*sums, *_of_the_head(manifest, program, num_steps))
 
 
 def _of_the_head(manifest: Manifest, program: Program, num_steps: int) -> Iterator[Collective]:
@@ -133,3 +139,11 @@ def _tokens(program: Program) -> tuple[int | str, ...]:
     if "step_tokens" in shapes:
         return (f"{tokens[0]}+{shapes['step_tokens'][0]}",)
     return tokens[:1] if "table" in shapes else tokens
+
+
+def _asked(program: Program) -> tuple[int | str, ...]:
+    """The same axes where the last layer is done with its attention: of logits, those of its rows."""
+    tokens, output = _tokens(program), program.signature.outputs[0]
+    if output.name != "logits" or len(output.shape) > 2:
+        return tokens
+    return (output.shape[0], 1) if len(tokens) > 1 else (output.shape[0],)

@@ -153,7 +153,7 @@ def test_steps_of_several_rows_over_codes_of_four_bits(tmp_path: Path) -> None:
 def test_prompts_of_one_row_over_codes_of_four_bits(tmp_path: Path) -> None:
     made = make("prefill", tmp_path, batch=1, codes=Codes("u8", 32))
     assert own_operators(made) == {"GroupQueryAttention", "MatMulNBits"}
-    assert num_products(made) == 1  # of the head, which sees the last token alone
+    assert num_products(made) == 5  # of the head and the last layer, for the last token alone
     for num, pos in ((1, 0), (7, 0), (7, 5), (4, CAPACITY - 5)):
         check(made, "prefill", draw_tokens(1, num), pos)
 

@@ -95,8 +95,10 @@ def test_weights_and_shapes_have_the_names_of_the_manifest(tmp_path: Path) -> No
 def test_sources_come_before_what_reads_them(short_bundle: Path) -> None:
     for program in open_bundle(short_bundle).manifest.programs:
         found = to_dict(read_pt2(short_bundle / program.file, program.signature))
-        assert found["repeats"] == {"model.layers.0-1": 2}
-        assert len(found["nodes"]) < found["num_ops"]
+        # The last layer of `prefill` goes on with the last token alone: it is like no other.
+        folds = program.entry != "prefill"
+        assert found["repeats"] == ({"model.layers.0-1": 2} if folds else {})
+        assert not folds or len(found["nodes"]) < found["num_ops"]
         for index, item in enumerate(found["nodes"]):
             assert all(source < index for source in item["sources"]), item["label"]
             assert (
@@ -106,7 +108,8 @@ def test_sources_come_before_what_reads_them(short_bundle: Path) -> None:
                 or (item.get("weights") or item.get("states"))
             ), item
         weights = {name for item in found["nodes"] for name in item.get("weights", ())}
-        assert {name for name in program.constants if ".1." not in name} == weights
+        shown = {name for name in program.constants if not folds or ".1." not in name}
+        assert shown == weights
 
 
 def loop(reads: list[str], gives: str, body: list[dict[str, Any]], result: str) -> dict[str, Any]:
