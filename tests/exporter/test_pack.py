@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -197,13 +198,21 @@ def test_the_same_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
-@pytest.mark.parametrize("size", [1, 7, 4096])
-def test_the_bytes_are_the_same_whatever_the_size_of_a_large_page(
+@pytest.mark.parametrize("size", [7, 4096])
+def test_weights_are_written_in_steps_of_a_large_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     write_tiny(tmp_path / "m")
     (tmp_path / "whole").mkdir()
     whole, _ = pack(tmp_path / "m", tmp_path / "whole")
+    steps = []
+
+    def write(file: io.FileIO, data: bytes) -> None:
+        steps.append(len(data))
+        file.write(data)
+
     monkeypatch.setattr("llama_export.pack._LARGE_PAGE", size)
+    monkeypatch.setattr("llama_export.pack._write_all", write)
     path, _ = pack(tmp_path / "m", tmp_path)
+    assert set(steps[:-1]) == {size}
     assert path.read_bytes() == whole.read_bytes()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -44,6 +45,25 @@ def test_tensors_at_odd_addresses(tmp_path: Path, pad: int) -> None:
     assert weights["odd"].data_ptr() % 8 == 0
     weights["odd"].zero_()
     assert torch.equal(map_weights(path)["odd"], values)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_large_pages_are_asked_for_and_may_be_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    asked = []
+
+    class Map(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            asked.append(option)
+            if refuses:
+                raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("llama_runtime.weights.mmap.mmap", Map)
+    save_file({"a": torch.arange(4.0)}, tmp_path / "w")
+    assert torch.equal(map_weights(tmp_path / "w")["a"], torch.arange(4.0))
+    assert asked == [mmap.MADV_HUGEPAGE]
 
 
 def test_a_tensor_beyond_four_gibibytes(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The kernel of `llama_export::attend_cached` in native code, `kernels/cached.h`.
 
-Softmax in one pass over the keys: a block of places at a time, with the largest score and the sum of weights so far (Milakov and
-Gimelshein 2018, online normalizer; Dao et al. 2022, FlashAttention), so that no scores are stored
-and nothing after a token's position is read. Of few tokens, threads take parts of the places, which are put together at the
-end. A token's result does not depend on threads, nor on what other tokens hold.
+Softmax in one pass over the keys: a block of places at a time, with the largest score and the sum of
+weights so far (Milakov and Gimelshein 2018, online normalizer; Dao et al. 2022, FlashAttention), so
+that no scores are stored and nothing after a token's position is read. Of few tokens, threads take
+parts of the places, which are put together at the end (Dao et al. 2023, Flash-Decoding). A token's
+result does not depend on threads, nor on what other tokens hold.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import llama_export.model.cached  # noqa: F401  # the operator
 from llama_export.lower.kernel import Call, Kernel, headers
 
 FEW = 32
-"""Up to so many tokens that are not of one text, threads share what each sees: parts, which are put together."""
+"""Up to so many tokens that do not follow each other, threads share what each of them sees."""
 
 _BODY = """{{
   constexpr int heads = llama_export::heads_at_once({group}, {width});

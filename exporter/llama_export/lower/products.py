@@ -85,7 +85,7 @@ class Products(_Products):
             num_blocks=_num_blocks(rows),
             loop=_loop(rows, calls),
         )
-        return headers("vectors", "products"), self._parameters(dtypes, len(rows)), body
+        return headers("vectors", "blocks", "products"), self._parameters(dtypes, len(rows)), body
 
 
 class CodedProducts(_Products):
@@ -128,7 +128,7 @@ class CodedProducts(_Products):
                 loop=loop,
             )
         parameters = self._parameters(dtypes, len(rows))
-        return headers("vectors", "products", "integers", "code_dots"), parameters, body
+        return headers("vectors", "blocks", "products", "integers", "code_dots"), parameters, body
 
 
 class LiftedProducts(CodedProducts):

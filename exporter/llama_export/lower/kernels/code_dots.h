@@ -176,6 +176,25 @@ struct WholeRows {
   }
 };
 
+// Of `Streams` rows of codes with `Groups` factors each, and rows of x: the sums, with what minima
+// add.
+template <int Groups, int Streams, int Num, typename Sums, typename F, typename Y>
+__attribute__((always_inline)) inline void put(const __m512 (&sums)[Streams][Num],
+                                               const Sums& x_sums, const F& factors, int64_t far,
+                                               Y* y, int64_t total) {
+#pragma GCC unroll 8
+  for (int m = 0; m < Num; ++m) {
+    Float found[Streams];
+#pragma GCC unroll 8
+    for (int i = 0; i < Streams; ++i) {
+      found[i] = sums[i][m];
+      if constexpr (F::has_min)
+        found[i] = found[i] + x_sums.times(factors.from(i * far * Groups).minima, m);
+    }
+    put_sums(found, y + m * total, far);
+  }
+}
+
 // Dots with codes of eight bits: two products of 16 bits are added by an instruction.
 template <int Num, int Width, int Group, bool HasMin>
 struct CodedBytes {
@@ -205,17 +224,7 @@ struct CodedBytes {
     constexpr int whole = Width / unit;
     for (int u = 0; u < whole; ++u) add<Streams, unit>(codes, u, far, scales, sums);
     if constexpr (whole < Rows::units) add<Streams, Width % unit>(codes, whole, far, scales, sums);
-#pragma GCC unroll 8
-    for (int m = 0; m < Num; ++m) {
-      Float found[Streams];
-#pragma GCC unroll 8
-      for (int i = 0; i < Streams; ++i) {
-        found[i] = sums[i][m];
-        if constexpr (HasMin)
-          found[i] = found[i] + x_sums.times(factors.from(i * far * (Width / Group)).minima, m);
-      }
-      put_sums(found, y + m * total, far);
-    }
+    put<Width / Group>(sums, x_sums, factors, far, y, total);
   }
 
  private:
@@ -310,17 +319,7 @@ struct CodedNibbles {
           sums[i][m] = _mm512_fmadd_ps(found, scales_at(scales[i] + m * Rows::room, s), sums[i][m]);
         }
       }
-#pragma GCC unroll 8
-    for (int m = 0; m < Num; ++m) {
-      Float found[Streams];
-#pragma GCC unroll 8
-      for (int i = 0; i < Streams; ++i) {
-        found[i] = sums[i][m];
-        if constexpr (HasMin)
-          found[i] = found[i] + x_sums.times(factors.from(i * far * (Width / Group)).minima, m);
-      }
-      put_sums(found, y + m * total, far);
-    }
+    put<Width / Group>(sums, x_sums, factors, far, y, total);
   }
 
  private:
